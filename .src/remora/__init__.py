@@ -1,0 +1,3 @@
+"""Remora: serves many language models from shared memory on Ray."""
+
+__version__ = "0.1.0"

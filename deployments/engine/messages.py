@@ -1,0 +1,105 @@
+"""What crosses between router and replica: requests in, one feed message a step out.
+
+Text that leaves an engine is whole: no broken UTF-8, no part of a stop string.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, ReplicaId, RequestId, RouterId, SessionId
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's and vLLM's meanings; neutral values are the defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    #: With the choice's index and the position it fixes every random draw; None: the router draws one per request.
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    #: Top alternatives a token; None: no logprobs at all, 0: only the chosen token's.
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """A constraint on the output: "json_object", or "json_schema" with the schema's JSON text."""
+
+    kind: Literal["json_object", "json_schema"]
+    text: str = ""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: RequestId
+    router_id: RouterId
+    model_id: ModelId
+    namespace_id: NamespaceId
+    prompt_token_ids: tuple[int, ...]
+    #: Chain hashes of the prompt's full blocks, computed once by the router.
+    block_hashes: tuple[BlockHash, ...]
+    sampling: SamplingParams
+    num_choices: int = 1
+    grammar: Grammar | None = None
+    priority: int = 0
+    #: Seconds from submission in which generation must have started; afterwards the request is answered over quota.
+    queue_timeout_s: float = 60.0
+    session_id: SessionId | None = None
+    epoch: Epoch = Epoch(0)
+    #: Tokens a client has already received, per choice: after a failover generation goes on behind them.
+    output_token_ids: tuple[tuple[int, ...], ...] = ()
+    #: W3C trace context headers.
+    trace_context: dict[str, str] = {}
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token_id: int
+    logprob: float
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one choice produced since its last delta. `first_token_index` makes gaps and repeats visible."""
+
+    request_id: RequestId
+    choice_index: int
+    epoch: Epoch
+    first_token_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    #: Per token: the chosen one first, then the top alternatives.
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    #: Set once, in a choice's last delta.
+    finish_reason: FinishReason | None = None
+    #: The stop string or token id that ended it (vLLM's field).
+    stop_reason: str | int | None = None
+    #: Prompt tokens found in the cache; in the first delta of choice 0 (others repeat it), never over prompt tokens.
+    num_cached_tokens: int | None = None
+    #: For finish_reason "error": class name in platform/base/errors.py and sentence.
+    error: str | None = None
+    error_message: str | None = None
+    retry_after_s: float | None = None
+
+
+class FeedMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a replica has for one router since the last message; one a step at most."""
+
+    replica_id: ReplicaId
+    message_no: int
+    deltas: tuple[TokenDelta, ...]
+    #: Tokens queued + running, for the router's load view.
+    load_tokens: int = 0

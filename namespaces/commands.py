@@ -1,0 +1,261 @@
+"""The protocol between replicas and a pool: commands in, answers out, events behind.
+
+Every command of a lease carries the lease's next `call_no`. The pool applies commands in order, answers a repeated
+number with the stored answer, and journals each command before it answers, so that a command takes effect once and
+whole, also across a crash of either side. Commands are pure data; `PoolState.apply` is a function of the state, the
+command and the time.
+
+    Attach ─► Attached                       Publish ─► Published
+    Admit  ─► Admitted | Wait | OverQuota    Release ─► Released
+    Extend ─► Extended                       Detach  ─► Detached
+
+Events (`Granted`, `Preempt`) reach a lease through `PoolState.events_after`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from remora.namespaces.geometry import KVGeometry
+from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, ReplicaId, SequenceId, SessionId
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that cannot be mistaken for another: pids are reused, (boot, pid, start time) are not."""
+
+    pid: int
+    start_time_ticks: int
+    boot_id: str
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    lease_id: LeaseId
+    #: 1, 2, 3, ... within the lease. Commands of the pool itself (LeaseLost, SetQuota) use 0 and are not replayed.
+    call_no: int = 0
+
+
+class Attach(Command, frozen=True, kw_only=True, tag=True):
+    """Registers a replica. Always call 1 of a lease; a lease id is used once."""
+
+    replica_id: ReplicaId
+    model_id: ModelId
+    geometry: KVGeometry
+    #: Geometry + weights + adapter + tokenizer (namespaces/hashing.py: kv_fingerprint).
+    fingerprint: bytes
+    process: ProcessIdentity
+    #: Device memory besides KV that the process will hold; refused if it does not fit the ledger.
+    reserved_bytes: int = 0
+
+
+class Admit(Command, frozen=True, kw_only=True, tag=True):
+    """Asks for a sequence: longest cached prefix, references on it, and new blocks for the rest, in one step."""
+
+    sequence_id: SequenceId
+    namespace_id: NamespaceId
+    #: Chain hashes of all full blocks of the prompt, in order. The pool never matches the block that holds the last
+    #: prompt token, so at least one token is always evaluated.
+    hashes: tuple[BlockHash, ...]
+    num_tokens: int
+    #: Blocks the sequence must hold at once to start (prompt and a reserve); at least ceil(num_tokens / block_tokens).
+    num_blocks: int
+    #: Blocks it can come to need (prompt + max_tokens); more than the namespace can ever have is OverQuota.
+    max_blocks: int
+    session_id: SessionId | None = None
+    epoch: Epoch = Epoch(0)
+    priority: int = 0
+    #: Clock time after which a parked admission is answered OverQuota by an event.
+    deadline_s: float | None = None
+
+
+class ExtendItem(msgspec.Struct, frozen=True, kw_only=True):
+    sequence_id: SequenceId
+    num_blocks: int
+
+
+class Extend(Command, frozen=True, kw_only=True, tag=True):
+    """Asks for more blocks at the end of running sequences. Never waits."""
+
+    items: tuple[ExtendItem, ...]
+
+
+class Seal(msgspec.Struct, frozen=True, kw_only=True):
+    """Block number `position` (0-based) of the sequence's table is full and final."""
+
+    sequence_id: SequenceId
+    position: int
+    block_hash: BlockHash
+
+
+class Publish(Command, frozen=True, kw_only=True, tag=True):
+    """Makes full blocks immutable and findable. A hash that is already indexed leaves the block private."""
+
+    seals: tuple[Seal, ...]
+
+
+class Release(Command, frozen=True, kw_only=True, tag=True):
+    """Drops the references of sequences, tail first; also withdraws parked admissions.
+
+    Sequences that are unknown because they were released before are ignored (tombstones).
+    """
+
+    sequence_ids: tuple[SequenceId, ...]
+
+
+class Detach(Command, frozen=True, kw_only=True, tag=True):
+    """Ends the lease in peace: everything it holds is released."""
+
+
+class LeaseLost(Command, frozen=True, kw_only=True, tag=True):
+    """Said by the pool's shell after the process is proven gone (pidfd). Never said on a time-out alone."""
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True):
+    """What a namespace may hold on this device, in bytes. guaranteed <= limit."""
+
+    guaranteed_bytes: int
+    limit_bytes: int
+    weight: float = 1.0
+
+
+class SetQuota(Command, frozen=True, kw_only=True, tag=True):
+    """Creates the namespace or changes its quota. `model_id` and `share_group` cannot change later."""
+
+    namespace_id: NamespaceId
+    model_id: ModelId
+    quota: Quota
+    #: Tenant of the namespace; share groups never cross tenants.
+    tenant: str = ""
+    #: Namespaces of one tenant with the same non-empty group share blocks; all others never do.
+    share_group: str = ""
+
+
+class Tick(Command, frozen=True, kw_only=True, tag=True):
+    """Lets time pass: parked admissions past their deadline are answered."""
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Attached(Answer, frozen=True, kw_only=True, tag=True):
+    #: Index of the lease's generation word in the arena header.
+    lease_slot: int
+    #: The word holds this value for as long as the lease may write; the replica checks it after each step.
+    generation: int
+    incarnation: int
+    block_bytes: int
+
+
+class AttachRefused(Answer, frozen=True, kw_only=True, tag=True):
+    reason: str
+
+
+class Admitted(Answer, frozen=True, kw_only=True, tag=True):
+    """The sequence's table: first `num_cached_blocks` shared and sealed, the rest private and writable."""
+
+    sequence_id: SequenceId
+    blocks: tuple[int, ...]
+    num_cached_blocks: int
+
+
+class Wait(Answer, frozen=True, kw_only=True, tag=True):
+    """Parked. `Granted` or `Denied` follows as an event."""
+
+    sequence_id: SequenceId
+    queue_position: int
+
+
+class OverQuota(Answer, frozen=True, kw_only=True, tag=True):
+    """Waiting cannot help (or the deadline has passed): the namespace can never, or not in time, hold this."""
+
+    sequence_id: SequenceId
+    namespace_id: NamespaceId
+    needed_bytes: int
+    limit_bytes: int
+    reason: str
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    sequence_id: SequenceId
+    blocks: tuple[int, ...]
+
+
+class Extended(Answer, frozen=True, kw_only=True, tag=True):
+    """Per item a grant, or the item is in `refused`: ask again after the next event or step.
+
+    For refused items the pool has named victims; each victim's lease gets a `Preempt` event. A refused sequence that
+    is its own victim appears in `preempted`.
+    """
+
+    grants: tuple[Grant, ...]
+    refused: tuple[SequenceId, ...] = ()
+    preempted: tuple[SequenceId, ...] = ()
+
+
+class Published(Answer, frozen=True, kw_only=True, tag=True):
+    num_sealed: int
+    num_duplicate: int
+
+
+class Released(Answer, frozen=True, kw_only=True, tag=True):
+    num_released: int
+
+
+class Detached(Answer, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class QuotaSet(Answer, frozen=True, kw_only=True, tag=True):
+    #: Bytes of cached blocks revoked so that the new quota holds.
+    revoked_bytes: int = 0
+
+
+class Done(Answer, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Refused(Answer, frozen=True, kw_only=True, tag=True):
+    """A command that broke the protocol; nothing changed. `error` is the class name in platform/base/errors.py."""
+
+    error: str
+    message: str
+
+
+AnyCommand = Attach | Admit | Extend | Publish | Release | Detach | LeaseLost | SetQuota | Tick
+AnyAnswer = (
+    Attached | AttachRefused | Admitted | Wait | OverQuota | Extended | Published | Released | Detached | QuotaSet
+    | Done | Refused
+)  # fmt: skip
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    #: 1, 2, 3, ... within the lease.
+    event_no: int
+
+
+class Granted(Event, frozen=True, kw_only=True, tag=True):
+    """A parked admission came through."""
+
+    admitted: Admitted
+
+
+class Denied(Event, frozen=True, kw_only=True, tag=True):
+    """A parked admission ended without memory."""
+
+    over_quota: OverQuota
+
+
+class Preempt(Event, frozen=True, kw_only=True, tag=True):
+    """Release this sequence now and admit it again later; its sealed blocks stay cached while memory lasts."""
+
+    sequence_id: SequenceId
+    reason: str
+
+
+AnyEvent = Granted | Denied | Preempt

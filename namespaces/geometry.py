@@ -1,0 +1,60 @@
+"""The shape of KV: what makes two blocks interchangeable in shape."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from remora.platform.base.ids import GeometryId
+
+Precision = Literal["fp32", "bf16", "int8", "int4"]
+
+_BYTES_PER_16_VALUES: dict[str, int] = {"fp32": 64, "bf16": 32, "int8": 16, "int4": 8}
+
+
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive layers with equal heads and precision. Only full attention is served for now."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    k_precision: Precision = "bf16"
+    v_precision: Precision = "bf16"
+
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers of the group, scales (fp32 a token, head and side) included."""
+        total = 0
+        for precision in (self.k_precision, self.v_precision):
+            row = self.head_dim * _BYTES_PER_16_VALUES[precision] // 16
+            scale = 4 if precision in ("int8", "int4") else 0
+            total += self.num_layers * self.num_kv_heads * (row + scale)
+        return total
+
+
+class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """Layer groups, tokens a block and rope: blocks of equal geometry have equal bytes layout.
+
+    A block is contiguous: `[layer][K|V][kv_head][token][dim]`, rounded up to a multiple of 64 bytes.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    block_tokens: int
+    #: What rotates K: equal text means equal rotation ("theta=10000.0", plus the scaling rule if any).
+    rope: str = ""
+
+    @property
+    def num_layers(self) -> int:
+        return sum(group.num_layers for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, a multiple of 64."""
+        raw = self.block_tokens * sum(group.token_bytes() for group in self.groups)
+        return (raw + 63) // 64 * 64
+
+    @property
+    def geometry_id(self) -> GeometryId:
+        """A stable name of the geometry: equal geometries have equal ids in every process."""
+        return GeometryId(hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest())

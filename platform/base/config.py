@@ -1,0 +1,220 @@
+"""The one configuration file: `remora up`, `serve deploy` and the chart read the same YAML.
+
+Every value has a documented default; a wrong value raises ConfigError with its name, its value and what is allowed.
+Sizes are written as numbers of bytes or as text ("512MiB", "1.5GB").
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from remora.platform.base.errors import ConfigError
+
+MiB = 1024 * 1024
+#: Part of file names, actor names and metric labels.
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
+#: A namespace may be one tenant of a parent: "codegen/team-a".
+NamespaceName = Annotated[
+    str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?(/[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?)?$")
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class HttpConfig(_Section):
+    """Where clients connect. Without API keys only loopback is allowed."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    max_body_bytes: ByteSize = ByteSize(16 * MiB)
+    #: Seconds a request may wait for its first token before it is answered 429.
+    queue_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    num_routers: Annotated[int, Field(ge=1, le=64)] = 1
+
+
+class DeviceConfig(_Section):
+    """One device of a node and the arena in it."""
+
+    name: Name = "cpu0"
+    kind: Literal["cpu", "cuda"] = "cpu"
+    arena_bytes: ByteSize = ByteSize(1024 * MiB)
+    #: Slice of the arena that one geometry leases at a time; holds at least 8 blocks of the largest geometry.
+    extent_bytes: ByteSize = ByteSize(16 * MiB)
+    #: Tokens in a block; a power of two.
+    block_tokens: Literal[16, 32, 64, 128] = 32
+    #: Memory of the device besides KV (weights, workspace) that replicas may reserve; None: what the node has.
+    reserved_bytes: ByteSize | None = None
+    #: CPU cores that engine steps use, one thread each; None: all the process may use.
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    eviction: Literal["lru"] = "lru"
+
+
+class ModelConfig(_Section):
+    """One served model."""
+
+    name: Name
+    #: A local folder, a `.gguf` file, a hub id ("org/name"), or `package:PYTHON_PACKAGE/FILE`.
+    source: Annotated[str, Field(min_length=1)]
+    revision: str | None = None
+    weights: Literal["bf16", "fp32", "int8"] = "bf16"
+    kv_precision: Literal["bf16", "fp32"] = "bf16"
+    #: Context in tokens; None: the model's own, at most 8192.
+    max_model_len: Annotated[int, Field(ge=16)] | None = None
+    #: Sequences that run at once in one replica.
+    max_num_seqs: Annotated[int, Field(ge=1, le=1024)] = 32
+    #: Token budget of one engine step: bounds how long a long prompt delays running sequences.
+    max_step_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
+    num_replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    device: Name = "cpu0"
+    #: "native" (own decoder), "transformers" (any full-attention causal model, slower), or "auto".
+    backend: Literal["auto", "native", "transformers"] = "auto"
+    trust_remote_code: bool = False
+    #: Namespace of requests that name none; None: the model's first namespace.
+    default_namespace: NamespaceName | None = None
+
+
+class NamespaceConfig(_Section):
+    """A share of a device's arena for one model: `guaranteed <= limit`, idle memory in between is borrowed."""
+
+    name: NamespaceName
+    model: Name
+    guaranteed: ByteSize = ByteSize(0)
+    #: None: the whole arena.
+    limit: ByteSize | None = None
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    tenant: str = ""
+    share_group: str = ""
+
+
+class TelemetryConfig(_Section):
+    """Spans go to JSON-lines files in the state directory, and by OTLP when an endpoint is set."""
+
+    enabled: bool = True
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    #: e.g. "http://collector:4317" (gRPC) or "http://collector:4318" (HTTP).
+    otlp_endpoint: str | None = None
+    otlp_protocol: Literal["grpc", "http"] = "grpc"
+    #: Bound of the JSON-lines file of one process.
+    max_file_bytes: ByteSize = ByteSize(64 * MiB)
+
+
+class ClusterConfig(_Section):
+    name: Name = "default"
+    #: Arenas, journals, traces and the instance record live below it; None: the user's state directory.
+    state_dir: Path | None = None
+    #: "local" starts a Ray of its own; else the address of a running cluster.
+    ray_address: str = "local"
+    object_store_bytes: ByteSize = ByteSize(128 * MiB)
+    #: Run check_integrity() of every stateful class whenever it is idle.
+    debug: bool = False
+
+
+class RemoraConfig(_Section):
+    """The whole file."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    http: HttpConfig = HttpConfig()
+    devices: Annotated[tuple[DeviceConfig, ...], Field(min_length=1)] = (DeviceConfig(),)
+    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
+    namespaces: tuple[NamespaceConfig, ...] = ()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> RemoraConfig:
+        for what, names in (
+            ("devices", [device.name for device in self.devices]),
+            ("models", [model.name for model in self.models]),
+            ("namespaces", [namespace.name for namespace in self.namespaces]),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"{what}: the name {twice[0]!r} is used twice; names must be unique")
+        devices = {device.name: device for device in self.devices}
+        models = {model.name: model for model in self.models}
+        for model in self.models:
+            if model.device not in devices:
+                raise ValueError(f"models.{model.name}.device: no device {model.device!r}; one of {sorted(devices)}")
+            if model.default_namespace is not None and model.default_namespace not in {
+                namespace.name for namespace in self.namespaces if namespace.model == model.name
+            }:
+                raise ValueError(
+                    f"models.{model.name}.default_namespace: {model.default_namespace!r} is no namespace of this model"
+                )
+        guaranteed = dict.fromkeys(devices, 0)
+        for namespace in self.namespaces:
+            if namespace.model not in models:
+                raise ValueError(
+                    f"namespaces.{namespace.name}.model: no model {namespace.model!r}; one of {sorted(models)}"
+                )
+            if namespace.limit is not None and namespace.guaranteed > namespace.limit:
+                raise ValueError(
+                    f"namespaces.{namespace.name}.guaranteed: {namespace.guaranteed} bytes exceed its limit "
+                    f"of {namespace.limit} bytes"
+                )
+            guaranteed[models[namespace.model].device] += namespace.guaranteed
+        for device in self.devices:
+            if guaranteed[device.name] > device.arena_bytes:
+                raise ValueError(
+                    f"namespaces: guarantees on device {device.name!r} add up to {guaranteed[device.name]} bytes, "
+                    f"more than its arena_bytes of {int(device.arena_bytes)}"
+                )
+            if device.extent_bytes % 4096 or device.arena_bytes < 2 * device.extent_bytes:
+                raise ValueError(
+                    f"devices.{device.name}.extent_bytes: {int(device.extent_bytes)} must be a multiple of 4096 and "
+                    f"at most half of arena_bytes ({int(device.arena_bytes)})"
+                )
+        return self
+
+    def namespaces_of(self, model_name: str) -> tuple[NamespaceConfig, ...]:
+        """The model's namespaces, its default first. A model without any gets one of its own name."""
+        own = [namespace for namespace in self.namespaces if namespace.model == model_name]
+        if not own:
+            return (NamespaceConfig(name=model_name, model=model_name),)
+        model = next(model for model in self.models if model.name == model_name)
+        default = model.default_namespace or own[0].name
+        return tuple(sorted(own, key=lambda namespace: namespace.name != default))
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "config"
+        message = re.sub(r"^Value error, ", "", item["msg"])
+        if item["type"] == "value_error":
+            lines.append(message if where == "config" else f"{where}: {message}")
+        elif item["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown key")
+        elif item["type"] == "missing":
+            lines.append(f"{where}: is required")
+        else:
+            lines.append(f"{where}: {item['input']!r} is not allowed: {message}")
+    return "\n".join(lines)
+
+
+def parse_config(data: Any) -> RemoraConfig:
+    """Validates a loaded document. Raises ConfigError with one line per wrong value."""
+    try:
+        return RemoraConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def load_config(path: Path) -> RemoraConfig:
+    """Reads and validates a YAML file. Raises ConfigError; the message starts with the file's name."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    try:
+        return parse_config(data if data is not None else {})
+    except ConfigError as error:
+        raise ConfigError(f"{path}:\n{error}") from None
