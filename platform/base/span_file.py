@@ -1,0 +1,129 @@
+"""The embedded trace store: one bounded JSON-lines file of finished spans per process, readable with nothing installed.
+
+traces/router-4711.jsonl         the newest spans
+traces/router-4711.old.jsonl     those before; dropped at the next turn
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import format_span_id, format_trace_id
+
+from remora.platform.base import telemetry_names as names
+
+logger = logging.getLogger(__name__)
+
+
+class StoredSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a file. Ids are hexadecimal; times are Unix nanoseconds."""
+
+    trace_id: str
+    span_id: str
+    parent_span_id: str = ""
+    name: str
+    process: str = ""
+    pid: int = 0
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any] = {}
+    #: Class of the error that ended the span, and its sentence; both empty after a success.
+    error_type: str = ""
+    error: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+class SpanFileExporter(SpanExporter):
+    """Appends spans to a file; the file and its predecessor together never exceed `max_bytes`."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Opens the file at once. Raises OSError if it cannot be written."""
+        self._path = path
+        self._old_path = path.with_name(f"{path.stem}.old{path.suffix}")
+        self._max_bytes = max_bytes // 2
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        self._size_bytes = self._file.tell()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        lines = [_line(span) for span in spans]
+        with self._lock:
+            if self._file.closed:
+                return SpanExportResult.FAILURE
+            try:
+                for line in lines:
+                    self._append(line)
+                self._file.flush()
+            except OSError as error:
+                logger.warning("spans are lost: %s cannot be written: %s", self._path, error)
+                return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return True
+
+    def _append(self, line: bytes) -> None:
+        if len(line) > self._max_bytes:
+            logger.warning("a span of %d bytes is lost: %s may hold %d", len(line), self._path, self._max_bytes)
+            return
+        if self._size_bytes + len(line) > self._max_bytes:
+            self._file.close()
+            self._path.replace(self._old_path)
+            self._file = self._path.open("ab")
+            self._size_bytes = 0
+        self._file.write(line)
+        self._size_bytes += len(line)
+
+
+def read_spans(traces_dir: Path) -> Iterator[StoredSpan]:
+    """All spans of all processes, file by file, in the order they ended. Torn and foreign lines are skipped."""
+    for path in sorted(traces_dir.glob("*.jsonl")):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # turned over between listing and reading
+            continue
+        for line in content.splitlines():
+            try:
+                yield _decoder.decode(line)
+            except msgspec.DecodeError:
+                continue
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(StoredSpan)
+
+
+def _line(span: ReadableSpan) -> bytes:
+    context = span.get_span_context()
+    assert context is not None, "an ended span has a context"
+    resource: Mapping[str, Any] = span.resource.attributes
+    attributes = dict(span.attributes or {})
+    stored = StoredSpan(
+        trace_id=format_trace_id(context.trace_id),
+        span_id=format_span_id(context.span_id),
+        parent_span_id=format_span_id(span.parent.span_id) if span.parent is not None else "",
+        name=span.name,
+        process=str(resource.get(names.SERVICE_NAME, "")),
+        pid=int(resource.get(names.PROCESS_PID, 0)),
+        start_ns=span.start_time or 0,
+        end_ns=span.end_time or 0,
+        attributes=attributes,
+        error_type=str(attributes.get(names.ERROR_TYPE, "")),
+        error=(span.status.description or "") if not span.status.is_ok else "",
+    )
+    return _encoder.encode(stored) + b"\n"

@@ -1,0 +1,99 @@
+"""Every span, attribute and metric name, in one place.
+
+Where the OpenTelemetry GenAI semantic conventions have a name it is used, pinned here as text: the conventions are
+still in development and the packaged constants move. Everything else starts with `remora.`.
+"""
+
+from __future__ import annotations
+
+# ---- spans -----------------------------------------------------------------------------------------------------------
+
+ROUTER_ROUTE = "router.route"
+POOL_ADMIT = "pool.admit"
+POOL_EVICT = "pool.evict"
+QUOTA_BORROW = "quota.borrow"
+QUOTA_REVOKE = "quota.revoke"
+ENGINE_PREFILL = "engine.prefill"
+ENGINE_DECODE = "engine.decode"
+TIER_LOAD = "tier.load"
+MIGRATE_PRECOPY = "migrate.precopy"
+MIGRATE_FREEZE = "migrate.freeze"
+MIGRATE_COMMIT = "migrate.commit"
+REPLICATE = "replicate"
+
+
+def stage_span(stage: int) -> str:
+    """Name of the span of one pipeline stage."""
+    return f"stage.{stage}"
+
+
+def request_span(operation: str, model: str) -> str:
+    """Name of a request's outermost span: `{gen_ai.operation.name} {gen_ai.request.model}`."""
+    return f"{operation} {model}"
+
+
+# ---- attributes: GenAI conventions -----------------------------------------------------------------------------------
+
+GEN_AI_OPERATION_NAME = "gen_ai.operation.name"
+GEN_AI_PROVIDER_NAME = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_P = "gen_ai.request.top_p"
+GEN_AI_REQUEST_TOP_K = "gen_ai.request.top_k"
+GEN_AI_REQUEST_SEED = "gen_ai.request.seed"
+GEN_AI_REQUEST_STOP_SEQUENCES = "gen_ai.request.stop_sequences"
+GEN_AI_REQUEST_STREAM = "gen_ai.request.stream"
+GEN_AI_REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
+GEN_AI_RESPONSE_ID = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+GEN_AI_USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+GEN_AI_CONVERSATION_ID = "gen_ai.conversation.id"
+
+#: Values of GEN_AI_OPERATION_NAME and GEN_AI_PROVIDER_NAME.
+OPERATION_CHAT = "chat"
+OPERATION_TEXT_COMPLETION = "text_completion"
+PROVIDER = "remora"
+
+# ---- attributes: general conventions ---------------------------------------------------------------------------------
+
+SERVICE_NAME = "service.name"
+SERVICE_NAMESPACE = "service.namespace"
+SERVICE_VERSION = "service.version"
+SERVICE_INSTANCE_ID = "service.instance.id"
+PROCESS_PID = "process.pid"
+HOST_NAME = "host.name"
+ERROR_TYPE = "error.type"
+HTTP_RESPONSE_STATUS_CODE = "http.response.status_code"
+
+# ---- attributes: Remora ----------------------------------------------------------------------------------------------
+
+REMORA_REQUEST_ID = "remora.request.id"
+REMORA_SEQUENCE_ID = "remora.sequence.id"
+REMORA_CHOICE_INDEX = "remora.choice.index"
+REMORA_NAMESPACE = "remora.namespace"
+REMORA_REPLICA_ID = "remora.replica.id"
+REMORA_POOL_ID = "remora.pool.id"
+REMORA_SESSION_ID = "remora.session.id"
+REMORA_EPOCH = "remora.session.epoch"
+#: Why a replica was chosen: "prefix", "load", "session", "only".
+REMORA_ROUTE_REASON = "remora.route.reason"
+REMORA_ROUTE_OVERLAP_TOKENS = "remora.route.overlap_tokens"
+#: "admitted", "wait" or "over_quota".
+REMORA_ADMIT_ANSWER = "remora.admit.answer"
+REMORA_ADMIT_CACHED_TOKENS = "remora.admit.cached_tokens"
+REMORA_ADMIT_BLOCKS = "remora.admit.blocks"
+REMORA_WAIT_S = "remora.wait_s"
+REMORA_PREFILL_TOKENS = "remora.prefill.tokens"
+REMORA_PREFILL_STEPS = "remora.prefill.steps"
+REMORA_DECODE_TOKENS = "remora.decode.tokens"
+REMORA_DECODE_STEPS = "remora.decode.steps"
+REMORA_PREEMPTIONS = "remora.preemptions"
+#: Why blocks were evicted: "capacity", "revoke", "shrink", "trim".
+REMORA_EVICT_CAUSE = "remora.evict.cause"
+REMORA_BLOCKS = "remora.blocks"
+REMORA_BYTES = "remora.bytes"
