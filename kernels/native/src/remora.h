@@ -34,6 +34,9 @@ struct Arena {
   Dtype kv_dtype;
 };
 
-struct Team;  // threads.h: the threads of one step; team.barrier(), team.rank, team.size
+struct Team;  // threads.h: the threads of one step; team.barrier(), team.rank, team.size, team.scratch()
+
+// Instruction-set levels, each better than the one before. Level files are compiled once for each (simd.h).
+enum class Level : int32_t { portable = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4 };
 
 }  // namespace remora

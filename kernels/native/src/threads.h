@@ -1,0 +1,96 @@
+// The threads that run one step together: asleep between steps, spinning at barriers inside one.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "remora.h"
+
+namespace remora {
+
+struct Range {
+  int64_t begin, end;
+};
+
+// Shared by the members of a team: a sense-reversing barrier. A waiter spins, then yields its core, since other
+// processes may need it (the holder of the missing rank perhaps).
+class Barrier {
+ public:
+  explicit Barrier(int size) : size_(size) {}
+  void wait();
+
+ private:
+  const int size_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> generation_{0};
+};
+
+// Memory of one rank, 64-byte aligned, kept between calls; its content is undefined at the start of a kernel.
+class Scratch {
+ public:
+  ~Scratch();
+  void* reserve(size_t bytes);
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// One thread's view of the step it takes part in. Every rank calls every kernel, and every kernel ends with its own
+// share done but NOT with a barrier: whoever reads another rank's share calls barrier() first.
+struct Team {
+  const int rank, size;
+
+  void barrier() {
+    if (size > 1) shared_barrier->wait();
+  }
+
+  // This rank's part of [0, count) when it is cut into equal pieces of whole multiples of `unit`.
+  Range share(int64_t count, int64_t unit = 1) const {
+    const int64_t units = (count + unit - 1) / unit;
+    const int64_t begin = units * rank / size * unit, end = units * (rank + 1) / size * unit;
+    return {begin < count ? begin : count, end < count ? end : count};
+  }
+
+  // At least `bytes` of this rank's own memory; one region: a second call may move and reuse it.
+  void* scratch(size_t bytes) { return own_scratch->reserve(bytes); }
+
+  Barrier* shared_barrier;
+  Scratch* own_scratch;
+};
+
+// Owns size - 1 threads; the caller of run() is rank 0. One run() at a time.
+class ThreadTeam {
+ public:
+  using Work = void (*)(void* context, Team& team);
+
+  // cores[i] is the core that rank i + 1 is pinned to; -1 leaves a rank where the kernel puts it.
+  ThreadTeam(int size, const int32_t* cores);
+  ~ThreadTeam();
+  ThreadTeam(const ThreadTeam&) = delete;
+  ThreadTeam& operator=(const ThreadTeam&) = delete;
+
+  int size() const { return size_; }
+  void run(Work work, void* context);
+
+ private:
+  void serve(int rank);
+
+  const int size_;
+  Barrier barrier_;
+  std::unique_ptr<Scratch[]> scratch_;
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  uint64_t run_number_ = 0;
+  bool stopping_ = false;
+  Work work_ = nullptr;
+  void* context_ = nullptr;
+};
+
+}  // namespace remora
