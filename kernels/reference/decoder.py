@@ -1,0 +1,188 @@
+"""The decoder in plain torch: the fallback where the native library is missing, and the oracle of its tests.
+
+Shapes: T tokens of the step, Q query heads, H kv heads, D head_dim, R rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from remora.kernels.base import DecoderShape, KVMemory, Weights
+from remora.kernels.batch import StepBatch
+from remora.kernels.layout import BlockLayout
+from remora.kernels.reference.attention import paged_attention
+from remora.kernels.reference.linear import make_linear
+from remora.kernels.reference.norm import rms_norm
+from remora.kernels.reference.rope import rope_tables, rotate
+from remora.kernels.reference.store_kv import store_kv
+from remora.namespaces.geometry import KVGeometry
+from remora.platform.base.errors import KernelError
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What every layer of one step needs."""
+
+    cos_TD: torch.Tensor
+    sin_TD: torch.Tensor
+    block_T: torch.Tensor
+    slot_T: torch.Tensor
+    #: Rows, blocks and context length of each sequence.
+    sequences: list[tuple[slice, torch.Tensor, int]]
+
+
+class TorchDecoder:
+    """kernels.base.Decoder in torch. Reads and writes the arena through strided views; holds no KV of its own.
+
+    Not batch-invariant: torch's products depend on the number of rows in the last bits.
+    """
+
+    def __init__(self, shape: DecoderShape, weights: Weights, geometry: KVGeometry, num_threads: int) -> None:
+        """Raises KernelError when geometry or weights do not fit the shape."""
+        self._shape = shape
+        self._layout = BlockLayout(geometry)
+        self._num_threads = num_threads
+        fits = (
+            self._layout.num_layers == shape.num_layers
+            and self._layout.num_kv_heads == shape.num_kv_heads
+            and self._layout.head_dim == shape.head_dim
+        )
+        if not fits or shape.num_attention_heads % shape.num_kv_heads:
+            raise KernelError(f"KV geometry {geometry} does not fit {shape}")
+        self._scale = shape.head_dim**-0.5 if shape.attention_scale is None else shape.attention_scale
+        self._weights = weights
+        self._inv_freq = self._tensor("rope_inv_freq", (shape.head_dim // 2,))
+        self._embed = self._tensor("embed", (shape.vocab_size, shape.hidden_size))
+        self._final_norm = self._tensor("final_norm", (shape.hidden_size,))
+        head = "lm_head" if "lm_head" in weights else "embed"
+        self._lm_head = self._linear(head, None, shape.vocab_size, shape.hidden_size)
+        self._layers = [self._layer(index) for index in range(shape.num_layers)]
+        del self._weights
+
+    @property
+    def batch_invariant(self) -> bool:
+        return False
+
+    @property
+    def name(self) -> str:
+        return "torch-reference"
+
+    def _tensor(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._weights.get(name)
+        if tensor is None:
+            raise KernelError(f"weight {name} is missing")
+        if tuple(tensor.shape) != size:
+            raise KernelError(f"weight {name} has shape {tuple(tensor.shape)}, not {size}")
+        return tensor.detach()
+
+    def _linear(self, name: str, bias: str | None, num_out: int, num_in: int) -> Linear:
+        bias_tensor = None if bias is None else self._tensor(bias, (num_out,))
+        return make_linear(self._tensor(name, (num_out, num_in)), bias_tensor, self._shape.weights)
+
+    def _layer(self, index: int) -> _Layer:
+        shape, prefix = self._shape, f"layers.{index}."
+        q_size = shape.num_attention_heads * shape.head_dim
+        qkv_size = q_size + 2 * shape.num_kv_heads * shape.head_dim
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+
+        def bias(name: str, present: bool) -> str | None:
+            return prefix + name if present else None
+
+        def head_norm(name: str) -> torch.Tensor | None:
+            return self._tensor(prefix + name, (shape.head_dim,)) if shape.qk_norm else None
+
+        return _Layer(
+            input_norm=self._tensor(prefix + "input_norm", (hidden,)),
+            post_norm=self._tensor(prefix + "post_norm", (hidden,)),
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
+            qkv=self._linear(prefix + "qkv", bias("qkv_bias", shape.qkv_bias), qkv_size, hidden),
+            o=self._linear(prefix + "o", bias("o_bias", shape.output_bias), hidden, q_size),
+            gate_up=self._linear(prefix + "gate_up", bias("gate_up_bias", shape.mlp_bias), 2 * inner, hidden),
+            down=self._linear(prefix + "down", bias("down_bias", shape.mlp_bias), hidden, inner),
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
+        """Stores the step's K/V in `memory` and returns logits_RV, valid until the next call.
+
+        Raises KernelError, before anything is written, for a block index outside the memory, a token outside the
+        vocabulary or a geometry that does not fit the shape.
+        """
+        if memory.geometry != self._layout.geometry:
+            raise KernelError(f"memory of geometry {memory.geometry}, decoder of {self._layout.geometry}")
+        # torch keeps the number of threads per calling thread, and engines run in a thread of their own.
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        num_tokens = batch.num_tokens
+        token_ids = torch.from_numpy(batch.token_ids_T[:num_tokens]).long()
+        if num_tokens and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._shape.vocab_size:
+            raise KernelError(f"a token id lies outside the vocabulary of {self._shape.vocab_size}")
+        step = self._prepare(batch, memory)
+        kv = self._layout.torch_view(memory.data)
+        hidden = self._embed[token_ids].to(torch.float32)
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm(hidden, layer.input_norm, self._shape.rms_norm_eps)
+            hidden = hidden + layer.o(self._attend(index, layer, layer.qkv(normed), kv, step))
+            normed = rms_norm(hidden, layer.post_norm, self._shape.rms_norm_eps)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            hidden = hidden + layer.down(torch.nn.functional.silu(gate) * up)
+        rows = torch.from_numpy(batch.logit_rows_R[: batch.num_logit_rows]).long()
+        logits = self._lm_head(rms_norm(hidden[rows], self._final_norm, self._shape.rms_norm_eps))
+        result: NDArray[np.float32] = logits.numpy()
+        return result
+
+    def _prepare(self, batch: StepBatch, memory: KVMemory) -> _Step:
+        block_tokens = self._layout.block_tokens
+        positions = torch.from_numpy(batch.positions_T[: batch.num_tokens]).long()
+        cos, sin = rope_tables(positions, self._inv_freq, self._shape.rope_attention_factor)
+        block_T = torch.empty(batch.num_tokens, dtype=torch.long)
+        sequences = []
+        for row in range(batch.num_sequences):
+            rows = slice(int(batch.query_start_S[row]), int(batch.query_start_S[row + 1]))
+            context_len = int(batch.context_len_S[row])
+            num_columns = -(-context_len // block_tokens)
+            if num_columns > batch.block_table_SB.shape[1]:
+                raise KernelError(f"{context_len} tokens need {num_columns} columns of the block table")
+            columns = batch.block_table_SB[row, :num_columns]
+            self._layout.check_blocks(memory.data, columns)
+            blocks = torch.from_numpy(columns).long()
+            block_T[rows] = blocks[positions[rows] // block_tokens]
+            sequences.append((rows, blocks, context_len))
+        return _Step(cos_TD=cos, sin_TD=sin, block_T=block_T, slot_T=positions % block_tokens, sequences=sequences)
+
+    def _attend(self, index: int, layer: _Layer, qkv: torch.Tensor, kv: torch.Tensor, step: _Step) -> torch.Tensor:
+        shape = self._shape
+        heads = (shape.num_attention_heads, shape.num_kv_heads, shape.num_kv_heads)
+        q, k, v = qkv.view(len(qkv), sum(heads), shape.head_dim).split(heads, dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, shape.rms_norm_eps)
+            k = rms_norm(k, layer.k_norm, shape.rms_norm_eps)
+        q = rotate(q, step.cos_TD, step.sin_TD)
+        k = rotate(k, step.cos_TD, step.sin_TD)
+        store_kv(kv, layer=index, k_THD=k, v_THD=v, block_T=step.block_T, slot_T=step.slot_T)
+        out = torch.empty_like(q)
+        for rows, blocks, context_len in step.sequences:
+            out[rows], _ = paged_attention(
+                kv, layer=index, q_TQD=q[rows], blocks=blocks, context_len=context_len, scale=self._scale
+            )
+        return out.reshape(len(qkv), -1)

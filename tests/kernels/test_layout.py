@@ -1,0 +1,63 @@
+"""BlockLayout: offsets, views and refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
+from remora.namespaces.geometry import KVGeometry, LayerGroup
+from remora.platform.base.errors import KernelError
+
+
+def make_geometry(*, precision: str = "bf16", head_dim: int = 64, block_tokens: int = 32) -> KVGeometry:
+    group = LayerGroup(num_layers=3, num_kv_heads=2, head_dim=head_dim, k_precision=precision, v_precision=precision)  # type: ignore[arg-type]
+    return KVGeometry(groups=(group,), block_tokens=block_tokens)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("head_dim", [24, 64, 80])
+def test_offsets_and_views_name_the_same_byte(precision: str, head_dim: int) -> None:
+    layout = BlockLayout(make_geometry(precision=precision, head_dim=head_dim, block_tokens=5))
+    data = np.random.default_rng(0).integers(0, 255, 7 * layout.block_bytes + 13, np.uint8)
+    place = {"block": 4, "layer": 2, "side": V_SIDE, "kv_head": 1, "token": 3}
+    offset = layout.offset_bytes(**place)
+    row = data[offset : offset + head_dim * layout.value_bytes]
+    assert layout.numpy_view(data).shape == (7, 3, 2, 2, 5, head_dim)
+    assert (layout.numpy_view(data)[tuple(place.values())].view(np.uint8) == row).all()
+    assert (layout.torch_view(data)[tuple(place.values())].contiguous().view(torch.uint8).numpy() == row).all()
+
+
+def test_a_block_holds_all_layers_in_canonical_order_and_pads_to_block_bytes() -> None:
+    layout = BlockLayout(make_geometry(head_dim=24, block_tokens=5))
+    last = layout.offset_bytes(block=0, layer=2, side=V_SIDE, kv_head=1, token=4) + 24 * layout.value_bytes
+    assert last == 5 * layout.geometry.groups[0].token_bytes() <= layout.block_bytes
+    assert layout.offset_bytes(block=1, layer=0, side=K_SIDE) == layout.block_bytes
+
+
+def test_writing_to_a_view_writes_to_the_arena() -> None:
+    layout = BlockLayout(make_geometry())
+    data = np.zeros(3 * layout.block_bytes, np.uint8)
+    layout.torch_view(data)[1, 0, K_SIDE, 0, 0] = 1.0
+    assert layout.numpy_view(data)[1, 0, K_SIDE, 0, 0, 0] == 0x3F80
+    assert not layout.block_view(data, 0).any()
+    assert layout.block_view(data, 1).any()
+
+
+@pytest.mark.parametrize("block", [-1, 3])
+def test_a_block_outside_the_arena_is_refused(block: int) -> None:
+    layout = BlockLayout(make_geometry())
+    data = np.zeros(4 * layout.block_bytes - 1, np.uint8)
+    with pytest.raises(KernelError, match=f"block {block} lies outside an arena of 3"):
+        layout.check_blocks(data, np.array([[0, 1], [block, 2]], np.int32))
+
+
+def test_quantised_and_mixed_geometries_are_refused_by_name() -> None:
+    with pytest.raises(KernelError, match="int8"):
+        BlockLayout(make_geometry(precision="int8"))
+    mixed = LayerGroup(num_layers=1, num_kv_heads=1, head_dim=64, k_precision="fp32", v_precision="bf16")
+    with pytest.raises(KernelError, match="K=fp32, V=bf16"):
+        BlockLayout(KVGeometry(groups=(mixed,), block_tokens=32))
+    with pytest.raises(KernelError, match="2 layer groups"):
+        BlockLayout(KVGeometry(groups=(mixed, mixed), block_tokens=32))
