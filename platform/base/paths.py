@@ -18,5 +18,8 @@ def default_state_dir() -> Path:
 
 
 def shared_memory_prefix(cluster_name: str) -> str:
-    """Prefix of every file of this cluster in SHARED_MEMORY_DIR; `remora down` leaves none of them."""
-    return f"remora-{os.getuid()}-{cluster_name}-"
+    """Prefix of every file of this cluster in SHARED_MEMORY_DIR; `remora down` leaves none of them.
+
+    It ends in a character that no name may hold: cluster "a" never takes the files of cluster "a-b" for its own.
+    """
+    return f"remora-{os.getuid()}-{cluster_name}@"
