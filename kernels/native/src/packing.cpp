@@ -1,0 +1,166 @@
+#include "packing.h"
+
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+namespace remora {
+namespace {
+
+constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
+
+uint16_t to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+float from_bf16(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+int64_t padded_columns(int64_t num_out, ColumnOrder order) {
+  if (order == ColumnOrder::plain) return round_up(num_out, PANEL_COLUMNS);
+  return 2 * round_up(num_out / 2, BLOCK_COLUMNS);
+}
+
+// Row of the source that packed column `column` holds, or -1 for padding.
+int64_t source_row(int64_t column, int64_t num_out, ColumnOrder order) {
+  if (order == ColumnOrder::plain) return column < num_out ? column : -1;
+  const int64_t half = num_out / 2;
+  const int64_t unit = column / PANEL_COLUMNS * BLOCK_COLUMNS + column % BLOCK_COLUMNS;
+  if (unit >= half) return -1;
+  return column % PANEL_COLUMNS < BLOCK_COLUMNS ? unit : half + unit;
+}
+
+// Scale that maps the row onto -127..127; 0 for a row of zeros.
+float int8_scale(const float* row, int64_t count) {
+  float largest = 0.0f;
+  for (int64_t k = 0; k < count; ++k) largest = std::fmax(largest, std::fabs(row[k]));
+  return largest / 127.0f;
+}
+
+}  // namespace
+
+WeightStore::WeightStore(int64_t bytes) : bytes_(round_up(bytes, HUGE_PAGE_BYTES)) {
+  void* memory = mmap(nullptr, static_cast<size_t>(bytes_ + HUGE_PAGE_BYTES), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t aligned = (address + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+  if (aligned > address) munmap(memory, aligned - address);
+  const uintptr_t end = address + static_cast<uintptr_t>(bytes_ + HUGE_PAGE_BYTES);
+  const uintptr_t used_end = aligned + static_cast<uintptr_t>(bytes_);
+  if (end > used_end) munmap(reinterpret_cast<void*>(used_end), end - used_end);
+  data_ = reinterpret_cast<uint8_t*>(aligned);
+#if defined(MADV_HUGEPAGE)
+  madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);  // a hint: without huge pages it is slower, not wrong
+#endif
+}
+
+WeightStore::~WeightStore() { munmap(data_, static_cast<size_t>(bytes_)); }
+
+uint8_t* WeightStore::take(int64_t bytes) {
+  if (used_ + round_up(bytes, 64) > bytes_) throw std::length_error("weight store is too small");
+  uint8_t* result = data_ + used_;
+  used_ += round_up(bytes, 64);
+  return result;
+}
+
+int64_t packed_bytes(Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order, bool bias) {
+  const int64_t columns = padded_columns(num_out, order);
+  const int64_t vectors = (dtype == Dtype::int8 ? 2 : 0) + (bias ? 1 : 0);
+  return round_up(columns * round_up(num_in, k_unit(dtype)) * dtype_bytes(dtype), 64) +
+         vectors * round_up(columns * 4, 64);
+}
+
+PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order,
+                            bool bias) {
+  PackedLinear packed;
+  packed.dtype = dtype;
+  packed.num_out = num_out;
+  packed.num_in = num_in;
+  packed.padded_out = padded_columns(num_out, order);
+  packed.padded_in = round_up(num_in, k_unit(dtype));
+  packed.data = store.take(packed.data_bytes());
+  if (dtype == Dtype::int8) {
+    packed.scale = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
+    packed.column_sum = reinterpret_cast<int32_t*>(store.take(packed.padded_out * 4));
+  }
+  if (bias) packed.bias = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
+  return packed;
+}
+
+void to_fp32(const Source& source, int64_t first, int64_t count, float* out) {
+  if (source.dtype == Dtype::fp32) {
+    std::memcpy(out, static_cast<const float*>(source.data) + first, static_cast<size_t>(count) * 4);
+    return;
+  }
+  const uint16_t* values = static_cast<const uint16_t*>(source.data) + first;
+  for (int64_t i = 0; i < count; ++i) out[i] = from_bf16(values[i]);
+}
+
+void pack_linear(const PackedLinear& packed, ColumnOrder order, const Source& weights, const Team& team) {
+  const int64_t k_group = 4 / dtype_bytes(packed.dtype);  // consecutive k of one column lie together in 4 bytes
+  const int64_t block_bytes = BLOCK_COLUMNS * packed.padded_in * dtype_bytes(packed.dtype);
+  std::vector<float> row(static_cast<size_t>(packed.padded_in), 0.0f);
+  const Range columns = team.share(packed.padded_out, PANEL_COLUMNS);
+  for (int64_t column = columns.begin; column < columns.end; ++column) {
+    const int64_t from = source_row(column, packed.num_out, order);
+    if (from < 0) std::memset(row.data(), 0, row.size() * 4);
+    else to_fp32(weights, from * packed.num_in, packed.num_in, row.data());
+    uint8_t* block = packed.data + column / BLOCK_COLUMNS * block_bytes;
+    const int64_t lane = column % BLOCK_COLUMNS;
+    auto place = [&](int64_t k) { return (k / k_group * BLOCK_COLUMNS + lane) * k_group + k % k_group; };
+    if (packed.dtype == Dtype::fp32) {
+      auto* out = reinterpret_cast<float*>(block);
+      for (int64_t k = 0; k < packed.padded_in; ++k) out[place(k)] = row[static_cast<size_t>(k)];
+    } else if (packed.dtype == Dtype::bf16) {
+      auto* out = reinterpret_cast<uint16_t*>(block);
+      for (int64_t k = 0; k < packed.padded_in; ++k) out[place(k)] = to_bf16(row[static_cast<size_t>(k)]);
+    } else {
+      const float scale = int8_scale(row.data(), packed.num_in), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+      auto* out = reinterpret_cast<int8_t*>(block);
+      int32_t total = 0;
+      for (int64_t k = 0; k < packed.padded_in; ++k) {
+        const auto value = static_cast<int8_t>(std::nearbyint(row[static_cast<size_t>(k)] * inverse));
+        out[place(k)] = value;
+        total += value;
+      }
+      packed.scale[column] = scale;
+      packed.column_sum[column] = total;
+    }
+  }
+}
+
+void pack_bias(const PackedLinear& packed, ColumnOrder order, const Source& bias) {
+  std::vector<float> values(static_cast<size_t>(packed.num_out));
+  to_fp32(bias, 0, packed.num_out, values.data());
+  for (int64_t column = 0; column < packed.padded_out; ++column) {
+    const int64_t from = source_row(column, packed.num_out, order);
+    packed.bias[column] = from < 0 ? 0.0f : values[static_cast<size_t>(from)];
+  }
+}
+
+void unpack_row(const PackedLinear& packed, int64_t index, float* out) {
+  const int64_t k_group = 4 / dtype_bytes(packed.dtype);
+  const uint8_t* block =
+      packed.data + index / BLOCK_COLUMNS * BLOCK_COLUMNS * packed.padded_in * dtype_bytes(packed.dtype);
+  const int64_t lane = index % BLOCK_COLUMNS;
+  for (int64_t k = 0; k < packed.num_in; ++k) {
+    const int64_t place = (k / k_group * BLOCK_COLUMNS + lane) * k_group + k % k_group;
+    if (packed.dtype == Dtype::fp32) out[k] = reinterpret_cast<const float*>(block)[place];
+    else if (packed.dtype == Dtype::bf16) out[k] = from_bf16(reinterpret_cast<const uint16_t*>(block)[place]);
+    else out[k] = static_cast<float>(reinterpret_cast<const int8_t*>(block)[place]) * packed.scale[index];
+  }
+}
+
+}  // namespace remora
