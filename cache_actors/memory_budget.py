@@ -1,4 +1,4 @@
-"""Where an arena fits: /dev/shm if Ray's object store still fits beside it, else a file, else nowhere (design §4.10)."""
+"""Where an arena fits: /dev/shm if Ray's object store still fits beside it, else a file, else nowhere (design 4.10)."""
 
 from __future__ import annotations
 
