@@ -1,0 +1,153 @@
+"""What an engine is given and what it reports: the interface between an engine and the replica around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.models.detokenizer import Pieces
+from remora.kernels.base import Decoder
+from remora.platform.base.ids import BlockHash, NamespaceId, RouterId
+
+#: Takes what one step produced for one router. Called from the engine's thread; must return at once and not raise.
+EmitDeltas = Callable[[RouterId, tuple[TokenDelta, ...]], None]
+
+
+class EngineTokenizer(Protocol):
+    """What the engine needs of a tokenizer (deployments/models/tokenizer.py: ChatTokenizer)."""
+
+    @property
+    def pieces(self) -> Pieces: ...
+
+    def to_json(self) -> str:
+        """Hugging Face `tokenizer.json` text, for the grammar engine."""
+        ...
+
+
+class EngineModel(Protocol):
+    """What the engine needs of a loaded model (deployments/models/load.py: LoadedModel)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def decoder(self) -> Decoder: ...
+
+    @property
+    def tokenizer(self) -> EngineTokenizer: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> Collection[int]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNamespace:
+    """What the engine must know of a namespace."""
+
+    #: Parent of a sequence's first block (namespaces/hashing.py: chain_root of fingerprint and sharing domain).
+    root: BlockHash
+    #: Share of admissions under contention, relative to the other namespaces of the model.
+    weight: float = 1.0
+
+
+#: Looks a namespace up; raises NotFound, which ends the request and not the engine.
+FindNamespace = Callable[[NamespaceId], EngineNamespace]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine's own settings; the first two come from ModelConfig."""
+
+    #: Sequences that one step computes at most.
+    max_num_seqs: int = 32
+    #: Tokens that one step computes at most.
+    max_step_tokens: int = 512
+    #: Blocks that a running sequence holds beyond its tokens, so that it need not wait for the pool.
+    num_reserve_blocks: int = 1
+    #: Least time between two publications of sealed blocks, ends of sequences apart.
+    publish_interval_s: float = 0.05
+    #: Pause before the pool is asked again after it refused to extend a sequence.
+    extend_retry_s: float = 0.005
+    #: Longest sleep of the engine's thread without work; bounds how late deadlines are noticed.
+    idle_wait_s: float = 0.05
+    #: Runs check_integrity() whenever the engine is idle.
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.max_step_tokens < 1 or self.num_reserve_blocks < 0:
+            raise ValueError(
+                f"max_num_seqs and max_step_tokens must be positive, num_reserve_blocks not negative: {self}"
+            )
+
+
+class HistogramStats(msgspec.Struct, frozen=True, kw_only=True):
+    """`counts[i]` observations since the start lay in (bounds[i - 1], bounds[i]], the last ones above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts observations in fixed buckets; one writer, any reader."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    sum: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        index = 0
+        for bound in self.bounds:
+            if value <= bound:
+                break
+            index += 1
+        self.counts[index] += 1
+        self.sum += value
+
+    def stats(self) -> HistogramStats:
+        return HistogramStats(bounds=self.bounds, counts=tuple(self.counts), sum=self.sum)
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start and gauges of now; for metrics, the router's load view and the status page."""
+
+    #: Choices that hold blocks.
+    num_running: int
+    #: Choices that wait for a slot or for memory, children of an unfinished prompt included.
+    num_waiting: int
+    #: Of those, parked by the pool.
+    num_parked: int
+    #: Tokens of all live choices, waiting or running.
+    load_tokens: int
+    num_requests: int
+    num_steps: int
+    num_failed_steps: int
+    num_preemptions: int
+    #: Prompt tokens that were computed; recomputed ones after a preemption included.
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_published_blocks: int
+    #: Finish reason → choices.
+    num_finished: dict[str, int]
+    #: The lease is lost: nothing runs and nothing leaves any more; the replica must restart.
+    is_fenced: bool
+    step_s: HistogramStats
+    #: Of that, outside the decoder and its turn.
+    step_overhead_s: HistogramStats
+    time_to_first_token_s: HistogramStats
+    inter_token_s: HistogramStats
