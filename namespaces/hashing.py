@@ -1,0 +1,90 @@
+"""Names of content: equal hashes mean equal KV, in every process, tier and node.
+
+    root   = H(fingerprint, sharing domain, salt, edit)        typed and length-prefixed, so fields cannot run together
+    hash_0 = H(key=root, tokens of block 0)
+    hash_i = H(key=hash_{i-1}, tokens of block i)
+
+H is blake2b with a 16-byte digest, keyed by the parent: a collision between two chains is a collision of blake2b, not
+something a prompt can be built for (a weak block hash has been a security hole elsewhere: GHSA-rm76-4mrf-v9r8).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from remora.namespaces.geometry import KVGeometry
+from remora.platform.base.errors import InvalidRequest
+from remora.platform.base.ids import BlockHash, NamespaceId
+
+HASH_BYTES = 16
+_CHAIN = b"remora-block-v1"
+_ROOT = b"remora-root-v1"
+_FINGERPRINT = b"remora-model-v1"
+
+
+def _encode_fields(*fields: str | bytes) -> bytes:
+    """Type byte, 8-byte length, content, for each field: no two different lists encode to the same bytes."""
+    parts: list[bytes] = []
+    for field in fields:
+        raw = field.encode() if isinstance(field, str) else field
+        parts.append(b"s" if isinstance(field, str) else b"b")
+        parts.append(struct.pack("<Q", len(raw)))
+        parts.append(raw)
+    return b"".join(parts)
+
+
+def kv_fingerprint(geometry: KVGeometry, weights_id: str, tokenizer_id: str, adapter: bytes = b"") -> bytes:
+    """32 bytes that are equal exactly when KV of equal tokens is interchangeable, in shape and in content."""
+    fields = _encode_fields(msgspec.json.encode(geometry), weights_id, tokenizer_id, adapter)
+    return blake2b(fields, digest_size=32, person=_FINGERPRINT).digest()
+
+
+def sharing_domain(namespace_id: NamespaceId, tenant: str, share_group: str) -> str:
+    """Who may share blocks: namespaces of one tenant with the same non-empty group; else the namespace alone."""
+    if share_group:
+        return f"group:{len(tenant)}:{tenant}:{share_group}"
+    return f"namespace:{namespace_id}"
+
+
+def chain_root(fingerprint: bytes, domain: str, salt: bytes = b"", edit: bytes = b"") -> BlockHash:
+    """Where a chain starts. `edit` is the record of a mid-range edit: what follows never meets the plain chain."""
+    fields = _encode_fields(fingerprint, domain, salt, edit)
+    return BlockHash(blake2b(fields, digest_size=HASH_BYTES, person=_ROOT).digest())
+
+
+def next_hash(parent: BlockHash, block_token_ids: Sequence[int]) -> BlockHash:
+    """Hash of the block that follows `parent` (a root or a block) and holds exactly these tokens.
+
+    Raises InvalidRequest for a token id outside 0 .. 2**32 - 1.
+    """
+    packed = _pack(block_token_ids)
+    return BlockHash(blake2b(packed, digest_size=HASH_BYTES, key=parent, person=_CHAIN).digest())
+
+
+def chain_hashes(root: BlockHash, token_ids: Sequence[int], block_tokens: int) -> list[BlockHash]:
+    """Hashes of the full blocks of `token_ids`, in order; a partial last block has none.
+
+    Raises InvalidRequest for a token id outside 0 .. 2**32 - 1.
+    """
+    num_blocks = len(token_ids) // block_tokens
+    packed = _pack(token_ids[: num_blocks * block_tokens])
+    block_bytes = 4 * block_tokens
+    hashes: list[BlockHash] = []
+    parent: bytes = root
+    for start in range(0, num_blocks * block_bytes, block_bytes):
+        tokens = packed[start : start + block_bytes]
+        parent = blake2b(tokens, digest_size=HASH_BYTES, key=parent, person=_CHAIN).digest()
+        hashes.append(BlockHash(parent))
+    return hashes
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian 32-bit words: the same on every machine."""
+    try:
+        return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    except struct.error:
+        raise InvalidRequest("token ids must be whole numbers from 0 to 4294967295", field="prompt") from None
