@@ -1,0 +1,145 @@
+"""The registry actor: one per cluster, named and detached, the directory of replicas.
+
+It keeps nothing that its members do not tell it again: after a restart each replica's next heartbeat is answered
+"unknown" and the replica registers anew; readers keep their copy meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any, Final
+
+import msgspec
+import ray
+
+from remora.cache_actors.process_watch import is_alive
+from remora.cache_actors.registry_state import (
+    Changes,
+    RegistryEvent,
+    RegistryState,
+    ReplicaChanged,
+    ReplicaLoad,
+    ReplicaRecord,
+    ReplicaRemoved,
+    ReplicaStatus,
+    Settled,
+)
+from remora.platform.base.config import ClusterConfig
+from remora.platform.base.ids import ReplicaId
+
+logger = logging.getLogger(__name__)
+
+REGISTRY_NAME: Final = "registry"
+#: Readers are woken together for the changes of this time.
+_COALESCE_S: Final = 0.02
+
+
+def ray_namespace(cluster_name: str) -> str:
+    """Ray namespace of the cluster's named actors."""
+    return f"remora-{cluster_name}"
+
+
+class RegistryActor:
+    """All methods run on the actor's event loop; mutations contain no await."""
+
+    def __init__(self, heartbeat_s: float = 1.0, debug: bool = False) -> None:
+        """Replicas are lost after 5 heartbeats of silence and forgotten after 60."""
+        self._heartbeat_s = heartbeat_s
+        self._debug = debug
+        self._state = RegistryState(uuid.uuid4().hex)
+        self._heard_s: dict[ReplicaId, float] = {}
+        self._changed = asyncio.Event()
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self._task = asyncio.get_event_loop().create_task(self._watch())
+
+    async def register(self, record: ReplicaRecord) -> None:
+        """Adds a replica, or replaces what was known about it."""
+        self._heard_s[record.replica_id] = time.monotonic()
+        self._apply(ReplicaChanged(record=record))
+
+    async def heartbeat(self, replica_id: ReplicaId, status: ReplicaStatus, load: ReplicaLoad) -> bool:
+        """Says the replica lives. False: it is unknown (the registry restarted) and must register again."""
+        record = self._state.replica(replica_id)
+        if record is None:
+            return False
+        self._heard_s[replica_id] = time.monotonic()
+        if (record.status, record.load) != (status, load):
+            self._apply(ReplicaChanged(record=msgspec.structs.replace(record, status=status, load=load)))
+        return True
+
+    async def unregister(self, replica_id: ReplicaId) -> None:
+        """Removes a replica that ends in peace."""
+        self._remove(replica_id, "unregistered")
+
+    async def mark_dead(self, replica_id: ReplicaId, reason: str) -> None:
+        """Removes a replica that a router or pool has seen dead. If it lives after all, it registers again."""
+        self._remove(replica_id, reason)
+
+    async def replicas(self) -> tuple[ReplicaRecord, ...]:
+        """The whole directory."""
+        return self._state.replicas()
+
+    async def wait_changes(self, incarnation: str, version: int, timeout_s: float) -> Changes:
+        """Answers as soon as there is something newer than `version`, else after `timeout_s`."""
+        if incarnation == self._state.incarnation and version == self._state.version:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+                await asyncio.sleep(_COALESCE_S)
+            except TimeoutError:
+                pass
+        return self._state.changes_since(incarnation, version)
+
+    async def check_integrity(self) -> None:
+        """Raises IntegrityError when an invariant is broken."""
+        self._state.check_integrity()
+
+    def _apply(self, event: RegistryEvent) -> None:
+        self._state.apply(event)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _remove(self, replica_id: ReplicaId, reason: str) -> None:
+        self._heard_s.pop(replica_id, None)
+        if self._state.replica(replica_id) is not None:
+            logger.info("replica %s left the directory: %s", replica_id, reason)
+            self._apply(ReplicaRemoved(replica_id=replica_id, reason=reason))
+
+    async def _watch(self) -> None:
+        settled_s = time.monotonic() + 3 * self._heartbeat_s
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            now_s = time.monotonic()
+            if not self._state.settled and now_s >= settled_s:
+                self._apply(Settled())
+            for record in self._state.replicas():
+                silence_s = now_s - self._heard_s[record.replica_id]
+                local = record.node_id == self._node_id
+                if silence_s > 60 * self._heartbeat_s or (
+                    local and silence_s > 2 * self._heartbeat_s and not is_alive(record.process)
+                ):
+                    self._remove(record.replica_id, f"silent for {silence_s:.1f} s")
+                elif silence_s > 5 * self._heartbeat_s and record.status != "lost":
+                    self._apply(ReplicaChanged(record=msgspec.structs.replace(record, status="lost")))
+            if self._debug:
+                self._state.check_integrity()
+
+
+def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0) -> Any:
+    """Handle of the cluster's registry. Ray must be initialised."""
+    return (
+        ray.remote(RegistryActor)
+        .options(
+            name=REGISTRY_NAME,
+            namespace=ray_namespace(cluster.name),
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            num_cpus=0,
+            max_concurrency=4096,
+        )
+        .remote(heartbeat_s=heartbeat_s, debug=cluster.debug)
+    )
