@@ -1,0 +1,114 @@
+"""The feeds of one replica: what the engine thread produces, gathered per router and sent as one message a step.
+
+    engine thread ── emit(router, deltas) ──► hub ── messages(router) ──► router
+                                               └── on_closed(router): its requests are cancelled
+
+A feed is an era. Opening one ends the router's earlier feed and cancels what was sent under it, because the router has
+already given those requests to another replica, or sends them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from remora.deployments.engine.messages import FeedMessage, TokenDelta
+from remora.platform.base.errors import IntegrityError
+from remora.platform.base.ids import ReplicaId, RouterId
+
+#: A silent feed sends an empty message this often, so that the other side can tell idle from dead.
+HEARTBEAT_S = 1.0
+
+
+class _Feed:
+    __slots__ = ("closed", "deltas", "message_no", "wake")
+
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.message_no = 0
+        self.wake = asyncio.Event()
+        self.closed = False
+
+
+class FeedHub:
+    """Owned by the replica's event loop; only `emit` may be called from another thread."""
+
+    def __init__(
+        self,
+        replica_id: ReplicaId,
+        *,
+        on_closed: Callable[[RouterId], None],
+        load_tokens: Callable[[], int],
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._replica_id = replica_id
+        self._on_closed = on_closed
+        self._load_tokens = load_tokens
+        self._heartbeat_s = heartbeat_s
+        self._loop = asyncio.get_running_loop()
+        self._feeds: dict[RouterId, _Feed] = {}
+
+    def emit(self, router_id: RouterId, deltas: Sequence[TokenDelta]) -> None:
+        """Hands a step's deltas over, from any thread. Deltas for a router without a feed are dropped: nobody waits."""
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, router_id, deltas)
+        except RuntimeError:
+            return  # the loop has closed: the process is ending
+
+    def _deliver(self, router_id: RouterId, deltas: Sequence[TokenDelta]) -> None:
+        feed = self._feeds.get(router_id)
+        if feed is not None:
+            feed.deltas.extend(deltas)
+            feed.wake.set()
+
+    def is_open(self, router_id: RouterId) -> bool:
+        return router_id in self._feeds
+
+    def num_open(self) -> int:
+        return len(self._feeds)
+
+    async def messages(self, router_id: RouterId) -> AsyncIterator[FeedMessage]:
+        """The router's feed until it is closed or superseded; closing the iterator closes the feed."""
+        self.close(router_id)
+        feed = self._feeds[router_id] = _Feed()
+        try:
+            while not feed.closed:
+                deltas, feed.deltas = tuple(feed.deltas), []
+                feed.wake.clear()
+                yield FeedMessage(
+                    replica_id=self._replica_id,
+                    message_no=feed.message_no,
+                    deltas=deltas,
+                    load_tokens=self._load_tokens(),
+                )
+                feed.message_no += 1
+                if not feed.deltas:
+                    timer = self._loop.call_later(self._heartbeat_s, feed.wake.set)
+                    try:
+                        await feed.wake.wait()
+                    finally:
+                        timer.cancel()
+        finally:
+            if self._feeds.get(router_id) is feed:
+                self.close(router_id)
+
+    def close(self, router_id: RouterId) -> None:
+        """Ends the router's feed, if it has one, and cancels its requests."""
+        feed = self._feeds.pop(router_id, None)
+        if feed is not None:
+            feed.closed = True
+            feed.wake.set()
+            self._on_closed(router_id)
+
+    def close_all(self) -> None:
+        """Ends every feed: the replica is going away."""
+        for router_id in list(self._feeds):
+            self.close(router_id)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a registered feed is closed, or pending deltas wait without a wake-up."""
+        for router_id, feed in self._feeds.items():
+            if feed.closed:
+                raise IntegrityError(f"feed of router {router_id} is closed but still registered")
+            if feed.deltas and not feed.wake.is_set():
+                raise IntegrityError(f"feed of router {router_id} has deltas that nothing will send")

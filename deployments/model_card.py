@@ -1,0 +1,27 @@
+"""What a router must know of a model to turn text into a request: said by the replica that runs it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from remora.platform.base.ids import ModelId, PoolId, ReplicaId
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica's answer to `describe`. Replicas of one model and revision give equal cards but for their ids."""
+
+    replica_id: ReplicaId
+    model_id: ModelId
+    pool_id: PoolId
+    #: KV fingerprint: root of the block hashes that the router computes (namespaces/hashing.py).
+    fingerprint: bytes
+    block_tokens: int
+    #: Context in tokens, prompt and output together.
+    max_model_len: int
+    #: Token ids are valid in [0, vocab_size).
+    vocab_size: int
+    max_num_seqs: int
+    #: Name of the decoder back-end, for people.
+    decoder: str
+    weights: str
+    pid: int

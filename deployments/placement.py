@@ -1,0 +1,73 @@
+"""Which replica takes a request: rendezvous hashing on the prompt's first blocks, with bounded load.
+
+Requests that begin alike go to the pool that holds their blocks; replicas of one pool share them, so among those the
+least loaded one is taken. No replica is loaded beyond 1.25 times the mean (design §7.3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from remora.platform.base.ids import BlockHash, NamespaceId, PoolId, ReplicaId
+
+#: A replica takes a request if its load afterwards is at most this times the mean.
+LOAD_BOUND = 1.25
+#: Blocks that make the key: long enough to tell system prompts apart, short enough that turns of a conversation agree.
+NUM_KEY_BLOCKS = 4
+
+RouteReason = Literal["only", "prefix", "load"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A connected replica of the request's model."""
+
+    replica_id: ReplicaId
+    pool_id: PoolId
+    #: Tokens queued and running.
+    load_tokens: int
+
+
+class Choice(NamedTuple):
+    replica_id: ReplicaId
+    reason: RouteReason
+
+
+def affinity_key(namespace_id: NamespaceId, block_hashes: Sequence[BlockHash]) -> bytes:
+    """Equal for requests of one namespace whose first blocks are equal.
+
+    Uses the last of the first NUM_KEY_BLOCKS chain hashes, which stands for all before it.
+    """
+    last = block_hashes[min(len(block_hashes), NUM_KEY_BLOCKS) - 1] if block_hashes else b""
+    return namespace_id.encode() + b"\0" + last
+
+
+def rendezvous_score(key: bytes, pool_id: PoolId) -> int:
+    """Highest wins; adding or removing a pool moves only that pool's keys."""
+    digest = hashlib.blake2b(pool_id.encode(), key=hashlib.blake2b(key, digest_size=32).digest(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def place(key: bytes, candidates: Sequence[Candidate], request_tokens: int) -> Choice:
+    """The replica for a request of `request_tokens` tokens. `candidates` must not be empty.
+
+    "prefix": in the pool the key prefers; "load": that pool was loaded beyond the bound; "only": there was no choice.
+    """
+    if not candidates:
+        raise ValueError("place() needs at least one candidate")
+    if len(candidates) == 1:
+        return Choice(candidates[0].replica_id, "only")
+    mean = (sum(candidate.load_tokens for candidate in candidates) + request_tokens) / len(candidates)
+    # A request larger than the bound must still be possible on an idle replica.
+    limit = max(LOAD_BOUND * mean, request_tokens)
+    pools = sorted({c.pool_id for c in candidates}, key=lambda pool: (-rendezvous_score(key, pool), pool))
+    for rank, pool_id in enumerate(pools):
+        members = [candidate for candidate in candidates if candidate.pool_id == pool_id]
+        best = min(members, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))
+        if best.load_tokens + request_tokens <= limit:
+            return Choice(best.replica_id, "prefix" if rank == 0 else "load")
+    best = min(candidates, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))
+    return Choice(best.replica_id, "load")

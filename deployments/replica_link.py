@@ -1,0 +1,37 @@
+"""How a router reaches one replica, whatever carries the calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from remora.deployments.engine.messages import FeedMessage, GenerationRequest
+from remora.deployments.model_card import ModelCard
+from remora.platform.base.ids import RequestId, RouterId
+
+
+class ReplicaLink(Protocol):
+    """Calls to one replica. Every method raises Unavailable when the replica cannot be reached or is gone; it then
+    may or may not have taken effect."""
+
+    async def describe(self) -> ModelCard: ...
+
+    def feed(self, router_id: RouterId) -> AsyncIterator[FeedMessage]:
+        """Everything the replica has for this router, the first message at once and then at least one a second.
+
+        Opening a feed starts a new era: requests that this router sent before are cancelled at the replica, and when
+        the feed ends so are those sent since. Numbers of messages are consecutive from 0.
+        """
+        ...
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Hands requests over; they run at most once. Needs an open feed."""
+        ...
+
+    async def cancel(self, request_ids: Sequence[RequestId]) -> None:
+        """Stops requests; unknown ones are ignored."""
+        ...
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters and gauges of the engine."""
+        ...

@@ -1,0 +1,133 @@
+"""One request as its client sees it: a single stream of deltas, whatever happens to the replicas behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from remora.deployments.engine.messages import GenerationRequest, TokenDelta
+from remora.deployments.token_log import TokenLog
+from remora.platform.base import errors
+from remora.platform.base.errors import OverQuota, RemoraError, RequestError, Unavailable
+from remora.platform.base.ids import Epoch, ReplicaId, RequestId
+
+MAX_EXPECTED_OUTPUT_TOKENS = 256
+
+
+def error_of(delta: TokenDelta) -> RemoraError:
+    """The error that a delta with finish_reason "error" carries, as the class that raised it."""
+    message = delta.error_message or "generation failed"
+    kind = getattr(errors, delta.error or "", RemoraError)
+    if not (isinstance(kind, type) and issubclass(kind, RemoraError)):
+        kind = RemoraError
+    if issubclass(kind, OverQuota):
+        return OverQuota(message, retry_after_s=delta.retry_after_s or 1.0)
+    if issubclass(kind, Unavailable):
+        return Unavailable(message, retry_after_s=delta.retry_after_s or 1.0)
+    if issubclass(kind, errors.ContextLengthExceeded):
+        return errors.InvalidRequest(message, field="messages")
+    if issubclass(kind, RequestError):
+        return kind(message)
+    return kind(message)
+
+
+class RequestStream:
+    """Deltas of all choices, each token once and in order. Owned by the router's event loop.
+
+    Every attempt has a request id of its own (`id`, `id~1`, ...), so that nothing a replica still says of an earlier
+    attempt can be mistaken for the current one.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        *,
+        started_s: float,
+        on_close: Callable[[RequestStream], None],
+    ) -> None:
+        self.request = request
+        self.log = TokenLog(request.num_choices)
+        self.started_s = started_s
+        #: The replica that runs the current attempt; None while the request waits for one.
+        self.replica_id: ReplicaId | None = None
+        self.attempt = 0
+        #: Attempts that ended because their replica was lost.
+        self.num_lost = 0
+        self.num_cached_tokens: int | None = None
+        self._on_close = on_close
+        self._pending: list[TokenDelta] = []
+        self._error: RemoraError | None = None
+        self._closed = False
+        self._wake = asyncio.Event()
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def attempt_id(self) -> RequestId:
+        """The id under which replicas know the current attempt."""
+        return RequestId(f"{self.request_id}~{self.attempt}") if self.attempt else self.request_id
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def load_tokens(self) -> int:
+        """What the request counts for in placement: constant, so that charging and discharging agree.
+
+        Many clients leave max_tokens at the whole context and stop far earlier, so outputs count up to a bound.
+        """
+        request = self.request
+        expected = min(request.sampling.max_tokens, MAX_EXPECTED_OUTPUT_TOKENS)
+        return len(request.prompt_token_ids) + request.num_choices * expected
+
+    def attempt_request(self, queue_timeout_s: float) -> GenerationRequest:
+        """The request to send for the current attempt: it goes on behind what the client has."""
+        resumed = {} if self.log.empty else {"output_token_ids": self.log.token_ids()}
+        return msgspec.structs.replace(
+            self.request,
+            request_id=self.attempt_id,
+            epoch=Epoch(self.request.epoch + self.attempt),
+            queue_timeout_s=queue_timeout_s,
+            **resumed,
+        )
+
+    def push(self, delta: TokenDelta) -> None:
+        """Takes a delta that `log.judge` called "forward"."""
+        self.log.append(delta)
+        if delta.num_cached_tokens is not None and self.num_cached_tokens is None:
+            # What a resumed attempt finds cached includes the output; the first answer is the client's.
+            self.num_cached_tokens = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))
+        self._pending.append(delta)
+        self._wake.set()
+
+    def fail(self, error: RemoraError) -> None:
+        """Ends the stream; deltas received before still reach the client."""
+        if self._error is None:
+            self._error = error
+            self._wake.set()
+
+    async def next_deltas(self) -> list[TokenDelta]:
+        """Everything received since the last call, at least one delta; empty when all choices have ended.
+
+        Raises the RemoraError that ended the stream. A delta is never lost when the wait is cancelled.
+        """
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self.log.finished:
+                return []
+            self._wake.clear()
+            await self._wake.wait()
+        deltas, self._pending = self._pending, []
+        return deltas
+
+    def close(self) -> None:
+        """The client is gone or has everything: stops generation if it still runs. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._on_close(self)

@@ -1,0 +1,356 @@
+"""The router: chooses replicas, follows their feeds, and keeps every client's stream going when one is lost.
+
+    client ◄── RequestStream ◄── RouterCore ◄── feed (one a replica) ◄── replica
+               one token log      choice, failover
+
+States of a request: waiting (no replica yet) → sent (current attempt at one replica) → finished, failed or closed.
+A lost replica puts its requests back to waiting with the next attempt number and the tokens the client has. The engine
+keeps the deadline of a request it was sent; the router keeps it only while the request waits for a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from remora.deployments.catalog import Catalog
+from remora.deployments.engine.messages import FeedMessage, GenerationRequest, Grammar, SamplingParams
+from remora.deployments.model_card import ModelCard
+from remora.deployments.placement import Candidate, affinity_key, place
+from remora.deployments.replica_connection import Connect, ReplicaConnection
+from remora.deployments.request_stream import RequestStream, error_of
+from remora.deployments.router_stats import ResumeReason, RouterStats
+from remora.namespaces.hashing import chain_hashes
+from remora.platform.base import telemetry_names as names
+from remora.platform.base.config import RemoraConfig
+from remora.platform.base.errors import IntegrityError, OverQuota, RemoraError, Unavailable
+from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, RouterId
+from remora.platform.base.telemetry import span
+
+logger = logging.getLogger(__name__)
+
+#: A request whose replicas keep dying is not given a fourth one: it may be what kills them.
+MAX_LOST_ATTEMPTS = 3
+#: Requests of one router that may be unfinished at once; more are answered 429.
+MAX_OPEN_REQUESTS = 4096
+
+
+class Listed(NamedTuple):
+    """A replica in the directory."""
+
+    model_id: ModelId
+    #: False while it drains: it finishes what it has and gets nothing new.
+    accepts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """A validated request: what to generate, not yet where."""
+
+    request_id: RequestId
+    model_id: ModelId
+    namespace_id: NamespaceId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    num_choices: int = 1
+    grammar: Grammar | None = None
+    priority: int = 0
+    #: W3C headers of the request's span.
+    trace_context: Mapping[str, str] | None = None
+
+
+class RouterCore:
+    """Owned by one event loop. Told of replicas by `update_replicas`; `stop` ends it."""
+
+    def __init__(
+        self,
+        config: RemoraConfig,
+        connect: Connect,
+        *,
+        router_id: RouterId,
+        stats: RouterStats | None = None,
+    ) -> None:
+        self.config = config
+        self.router_id = router_id
+        self.stats = stats or RouterStats()
+        self._connect = connect
+        self.catalog = Catalog(config)
+        self._cards: dict[ModelId, ModelCard] = {}
+        self._connections: dict[ReplicaId, ReplicaConnection] = {}
+        self._listed: dict[ReplicaId, Listed] = {}
+        self._tasks: dict[ReplicaId, asyncio.Task[None]] = {}
+        #: By the id of their current attempt.
+        self._streams: dict[RequestId, RequestStream] = {}
+        #: Streams without a replica, oldest first.
+        self._waiting: dict[RequestId, RequestStream] = {}
+        self._timers: dict[RequestId, asyncio.TimerHandle] = {}
+        self._random = random.SystemRandom()
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    def update_replicas(self, listed: Mapping[ReplicaId, Listed]) -> None:
+        """Takes over the directory: connects to replicas that are new in it, leaves those that are gone."""
+        self._listed = {key: each for key, each in listed.items() if each.model_id in self.catalog.models}
+        for replica_id in [known for known in self._tasks if known not in self._listed]:
+            self._connections.pop(replica_id)
+            self._tasks.pop(replica_id).cancel()
+        for replica_id in self._listed:
+            if replica_id not in self._tasks:
+                connection = ReplicaConnection(replica_id, self._connect(replica_id), self.router_id, self)
+                self._connections[replica_id] = connection
+                self._tasks[replica_id] = asyncio.create_task(connection.run(), name=f"feed-{replica_id}")
+        self._assign_waiting()
+
+    async def stop(self) -> None:
+        """Ends all feeds and fails all unfinished requests."""
+        for stream in list(self._streams.values()):
+            self._fail(stream, Unavailable("the router is shutting down"))
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def connections(self) -> list[ReplicaConnection]:
+        """Of all listed replicas, connected or not."""
+        return list(self._connections.values())
+
+    def model_of(self, replica_id: ReplicaId) -> ModelId:
+        return self._listed[replica_id].model_id
+
+    def is_ready(self, model_id: ModelId) -> bool:
+        """Whether a replica of the model is connected now."""
+        return bool(self._connected(model_id))
+
+    def missing_models(self) -> list[ModelId]:
+        """Models without a connected replica."""
+        return [model_id for model_id in self.catalog.models if not self.is_ready(model_id)]
+
+    async def card(self, model_id: ModelId) -> ModelCard:
+        """The model's card; waits for a first replica up to the queue time-out, then raises Unavailable."""
+        if model_id not in self._cards:
+            deadline_s = asyncio.get_running_loop().time() + self.config.http.queue_timeout_s
+            while model_id not in self._cards:
+                if asyncio.get_running_loop().time() >= deadline_s:
+                    raise Unavailable(f"No replica of the model {model_id!r} is up yet; try again.", retry_after_s=5.0)
+                await asyncio.sleep(0.05)
+        return self._cards[model_id]
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    async def open(self, job: GenerationJob) -> RequestStream:
+        """Starts a request and returns its stream, which the caller must close.
+
+        Raises OverQuota when this router has too many unfinished requests, Unavailable while the model has never
+        had a replica.
+        """
+        if len(self._streams) >= MAX_OPEN_REQUESTS:
+            raise OverQuota(
+                f"{MAX_OPEN_REQUESTS} requests are already under way; try again in a second.", retry_after_s=1.0
+            )
+        card = await self.card(job.model_id)
+        sampling = job.sampling
+        if sampling.seed is None:
+            # Drawn here and not by a replica, so that a resumed request continues the same random stream.
+            sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
+        root = self.catalog.chain_root(job.namespace_id, card.fingerprint)
+        request = GenerationRequest(
+            request_id=job.request_id,
+            router_id=self.router_id,
+            model_id=job.model_id,
+            namespace_id=job.namespace_id,
+            prompt_token_ids=job.prompt_token_ids,
+            block_hashes=tuple(chain_hashes(root, job.prompt_token_ids, card.block_tokens)),
+            sampling=sampling,
+            num_choices=job.num_choices,
+            grammar=job.grammar,
+            priority=job.priority,
+            queue_timeout_s=self.config.http.queue_timeout_s,
+            epoch=Epoch(0),
+            trace_context=dict(job.trace_context or {}),
+        )
+        loop = asyncio.get_running_loop()
+        stream = RequestStream(request, started_s=loop.time(), on_close=self._on_close)
+        self._streams[stream.attempt_id] = stream
+        self._await_replica(stream)
+        return stream
+
+    def _connected(self, model_id: ModelId) -> list[ReplicaConnection]:
+        return [
+            connection
+            for replica_id, connection in self._connections.items()
+            if connection.connected and self._listed[replica_id] == (model_id, True)
+        ]
+
+    def _assign_waiting(self) -> None:
+        for stream in list(self._waiting.values()):
+            self._assign(stream)
+
+    def _await_replica(self, stream: RequestStream) -> None:
+        """Starts an attempt: at once if a replica is connected, else when one is, within the queue time-out."""
+        self._waiting[stream.request_id] = stream
+        self._timers[stream.request_id] = asyncio.get_running_loop().call_later(
+            self.config.http.queue_timeout_s, self._on_queue_timeout, stream
+        )
+        self._assign(stream)
+
+    def _assign(self, stream: RequestStream) -> None:
+        """Gives a waiting request to a replica, if there is one."""
+        request = stream.request
+        connected = self._connected(request.model_id)
+        if not connected:
+            return
+        attributes = {names.REMORA_REQUEST_ID: stream.attempt_id, names.REMORA_NAMESPACE: request.namespace_id}
+        with span(names.ROUTER_ROUTE, attributes, parent=request.trace_context) as route:
+            key = affinity_key(request.namespace_id, request.block_hashes)
+            choice = place(key, [_candidate(each) for each in connected], stream.load_tokens)
+            route.set_attribute(names.REMORA_REPLICA_ID, choice.replica_id)
+            route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)
+        self._stop_waiting(stream)
+        connection = self._connections[choice.replica_id]
+        connection.own_load_tokens += stream.load_tokens
+        stream.replica_id = choice.replica_id
+        waited_s = asyncio.get_running_loop().time() - stream.started_s
+        left_s = max(request.queue_timeout_s - waited_s, 0.1) if stream.log.empty else request.queue_timeout_s
+        connection.send(stream.attempt_request(left_s))
+        self.stats.routed(request.model_id, choice.reason)
+
+    # ---- connections say ---------------------------------------------------------------------------------------------
+
+    def on_connected(self, connection: ReplicaConnection) -> None:
+        assert connection.card is not None
+        self._cards[connection.card.model_id] = connection.card
+        logger.info("replica %s of %s is connected", connection.replica_id, connection.card.model_id)
+        self._assign_waiting()
+
+    def on_message(self, connection: ReplicaConnection, message: FeedMessage) -> None:
+        for delta in message.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is None or stream.replica_id != connection.replica_id:
+                continue  # of an attempt that is over
+            if delta.epoch != stream.request.epoch + stream.attempt:
+                continue
+            if delta.finish_reason == "error":
+                self._on_error(stream, error_of(delta))
+                continue
+            if delta.finish_reason == "abort":
+                # Not by us, for then the attempt would be over: the replica is shutting down.
+                self._on_error(stream, Unavailable("the replica aborted the request"))
+                continue
+            verdict = stream.log.judge(delta)
+            if verdict == "forward":
+                stream.push(delta)
+                if stream.log.finished:
+                    self._forget(stream)
+            elif verdict == "gap":
+                self._resume(stream, "gap", Unavailable("tokens of this request were lost on their way"))
+
+    def on_lost(self, connection: ReplicaConnection, reason: str) -> None:
+        for stream in [each for each in self._streams.values() if each.replica_id == connection.replica_id]:
+            self._resume(stream, "replica_lost", Unavailable(f"the replica was lost under this request: {reason}"))
+
+    def _on_error(self, stream: RequestStream, error: RemoraError) -> None:
+        """An engine's error is final, unless it only says that this replica is going away."""
+        if isinstance(error, Unavailable):
+            self._resume(stream, "unavailable", error)
+        else:
+            self._fail(stream, error)
+
+    def _resume(self, stream: RequestStream, reason: ResumeReason, error: RemoraError) -> None:
+        """Starts the next attempt, behind what the client has; after too many the stream fails with `error`."""
+        logger.warning("request %s: %s; %d tokens are with the client", stream.attempt_id, error, stream.log.num_tokens)
+        self._withdraw(stream)
+        stream.num_lost += 1
+        if stream.num_lost > MAX_LOST_ATTEMPTS:
+            self._fail(stream, error)
+            return
+        self.stats.resumed(stream.request.model_id, reason)
+        self._streams.pop(stream.attempt_id, None)
+        stream.attempt += 1
+        self._streams[stream.attempt_id] = stream
+        self._await_replica(stream)
+
+    # ---- ends --------------------------------------------------------------------------------------------------------
+
+    def _on_queue_timeout(self, stream: RequestStream) -> None:
+        self._fail(
+            stream,
+            Unavailable(
+                f"No replica of the model {stream.request.model_id!r} came up within "
+                f"{self.config.http.queue_timeout_s:g} s; try again.",
+                retry_after_s=5.0,
+            ),
+        )
+
+    def _stop_waiting(self, stream: RequestStream) -> None:
+        self._waiting.pop(stream.request_id, None)
+        timer = self._timers.pop(stream.request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _withdraw(self, stream: RequestStream) -> None:
+        """Takes the current attempt away from its replica, stopping it there if it still runs."""
+        if stream.replica_id is None:
+            return
+        connection = self._connections.get(stream.replica_id)
+        stream.replica_id = None
+        if connection is not None:
+            connection.own_load_tokens -= stream.load_tokens
+            if not stream.log.finished:
+                connection.cancel(stream.attempt_id)
+
+    def _fail(self, stream: RequestStream, error: RemoraError) -> None:
+        self._forget(stream)
+        stream.fail(error)
+
+    def _on_close(self, stream: RequestStream) -> None:
+        if self._streams.get(stream.attempt_id) is stream:
+            self._forget(stream)
+            self.stats.abandoned(stream.request.model_id)
+
+    def _forget(self, stream: RequestStream) -> None:
+        self._withdraw(stream)
+        self._stop_waiting(stream)
+        self._streams.pop(stream.attempt_id, None)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a request is lost between the states, or a finished one is still held."""
+        for attempt_id, stream in self._streams.items():
+            if stream.attempt_id != attempt_id:
+                raise IntegrityError(f"request {stream.request_id} is held under the old attempt {attempt_id}")
+            if (stream.replica_id is None) != (stream.request_id in self._waiting):
+                raise IntegrityError(f"request {attempt_id} is neither waiting nor with a replica, or both")
+            if stream.log.finished or stream.closed:
+                raise IntegrityError(f"request {attempt_id} has ended but is still held")
+        held = {stream.request_id for stream in self._streams.values()}
+        if not held.issuperset(self._waiting) or self._waiting.keys() != self._timers.keys():
+            raise IntegrityError("a request waits but is not held, or its timer and it are not together")
+        for replica_id, connection in self._connections.items():
+            load = sum(stream.load_tokens for stream in self._streams.values() if stream.replica_id == replica_id)
+            if connection.own_load_tokens != load:
+                raise IntegrityError(f"replica {replica_id} is charged {connection.own_load_tokens} tokens, not {load}")
+
+
+def _candidate(connection: ReplicaConnection) -> Candidate:
+    assert connection.card is not None
+    return Candidate(
+        replica_id=connection.replica_id,
+        pool_id=connection.card.pool_id,
+        # The replica's word includes other routers' requests, ours includes what it has not heard of yet.
+        load_tokens=max(connection.own_load_tokens, connection.reported_load_tokens),
+    )
