@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,23 @@ def file_bytes(data_bytes: int) -> int:
     return data_offset(data_bytes) + data_bytes
 
 
+class MappedArena(Protocol):
+    """What pools and replicas use, whatever the device (here, and cuda_arena.py)."""
+
+    path: Path
+    #: [data_bytes] uint8 in the memory of the device.
+    data: Any
+
+    @property
+    def header(self) -> ArenaHeader: ...
+
+    def zero(self, offset: int, num_bytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def unlink(self) -> None: ...
+
+
 class Opened(NamedTuple):
     """An arena and how it came about; `reason` is a phrase for the log ("no arena was there")."""
 
@@ -58,7 +75,7 @@ class Arena:
 
     def __init__(self, path: Path, fd: int, *, owner: bool) -> None:
         """Maps an open file. Raises ArenaError when it is no whole arena. Takes the descriptor over."""
-        self.path: Final = path
+        self.path = path
         self.is_owner: Final = owner
         self._fd = fd
         size = os.fstat(fd).st_size
@@ -66,8 +83,9 @@ class Arena:
             os.close(fd)
             raise ArenaError(f"{path}: too short for an arena: {size} bytes")
         self._mapping = mmap.mmap(fd, size)
+        self._header: ArenaHeader | None = None
         try:
-            self.header = ArenaHeader(memoryview(self._mapping))
+            self._header = ArenaHeader(memoryview(self._mapping))
             data_bytes = self.header.identity.data_bytes
             if self.header.data_offset + data_bytes != size:
                 raise ArenaError(f"{path}: {size} bytes, but its header says {self.header.data_offset + data_bytes}")
@@ -77,12 +95,16 @@ class Arena:
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
             with contextlib.suppress(OSError):  # kernels without huge pages in shared memory
                 self._mapping.madvise(advice)
-        self.data: NDArray[np.uint8] = np.frombuffer(
-            self._mapping, dtype=np.uint8, count=data_bytes, offset=self.header.data_offset
-        )
+        self.data: Any = np.frombuffer(self._mapping, dtype=np.uint8, count=data_bytes, offset=self.header.data_offset)
         if not owner:
             os.close(fd)
             self._fd = -1
+
+    @property
+    def header(self) -> ArenaHeader:
+        if self._header is None:
+            raise ArenaError(f"{self.path} is closed")
+        return self._header
 
     @staticmethod
     def create(path: Path, identity: ArenaIdentity) -> Arena:
@@ -168,9 +190,9 @@ class Arena:
 
     def close(self) -> None:
         """Unmaps (as soon as no array refers to `data`) and gives ownership up. The file stays."""
-        header, self.header = getattr(self, "header", None), None  # type: ignore[assignment]
-        if header is not None:
-            header.release()
+        if self._header is not None:
+            self._header.release()
+            self._header = None
         self.__dict__.pop("data", None)
         with contextlib.suppress(BufferError):  # arrays still refer to it: unmapped when the last is gone
             self._mapping.close()
@@ -188,8 +210,8 @@ class Arena:
 class ArenaView:
     """An arena as one model sees it: block i is at byte i * block_bytes. Satisfies kernels.base.KVMemory."""
 
-    def __init__(self, arena: Arena, geometry: KVGeometry) -> None:
-        self._data = arena.data
+    def __init__(self, arena: MappedArena, geometry: KVGeometry) -> None:
+        self._data: NDArray[np.uint8] = arena.data
         self._geometry = geometry
 
     @property

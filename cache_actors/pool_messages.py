@@ -1,0 +1,87 @@
+"""What replicas and a pool actor say to each other, as bytes (msgpack), beside the commands themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, ProcessIdentity
+from remora.platform.base.ids import LeaseId, ModelId, PoolId, ReplicaId
+
+
+class PoolBinding(msgspec.Struct, frozen=True, kw_only=True):
+    """How a replica of the node reaches the memory of the pool, and which device it computes on."""
+
+    pool_id: PoolId
+    kind: Literal["cpu", "cuda"]
+    #: The arena file; for a cuda pool it holds the header only.
+    arena_path: str
+    incarnation: int
+    #: Which of shared memory and the state directory it lies in, and whether it was adopted from a predecessor.
+    backing: Literal["shm", "file", "cuda"]
+    outcome: Literal["created", "adopted", "replaced"]
+    #: File of the device's step lock.
+    step_lock_path: str
+    #: UUID of the GPU ("GPU-..."): replicas ask Ray for no GPU and select the pool's by setting CUDA_VISIBLE_DEVICES.
+    device_uuid: str = ""
+    #: CUDA IPC handle of the allocation.
+    ipc_handle: bytes = b""
+
+
+class CallReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers in the order of the commands, and the lease's events so far."""
+
+    answers: tuple[AnyAnswer, ...]
+    events: tuple[AnyEvent, ...]
+    #: Events may be consequences of calls up to this number: the client delivers those answers first.
+    last_call_no: int
+
+
+class EventsReply(msgspec.Struct, frozen=True, kw_only=True):
+    events: tuple[AnyEvent, ...]
+    last_call_no: int
+    #: False: the pool does not know the lease (any more); no events will come.
+    lease_known: bool
+
+
+class LeaseReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One lease, for describe and for operators."""
+
+    lease_id: LeaseId
+    replica_id: ReplicaId
+    model_id: ModelId
+    process: ProcessIdentity
+    lease_slot: int
+    generation: int
+    last_call_no: int
+    #: Seconds since the replica was last heard; None: not since the pool's restart.
+    silent_s: float | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_commands_decoder = msgspec.msgpack.Decoder(list[AnyCommand])
+_call_reply_decoder = msgspec.msgpack.Decoder(CallReply)
+_events_reply_decoder = msgspec.msgpack.Decoder(EventsReply)
+
+
+def encode_commands(commands: Sequence[AnyCommand]) -> bytes:
+    return _encoder.encode(list(commands))
+
+
+def decode_commands(data: bytes) -> list[AnyCommand]:
+    """Raises msgspec.DecodeError for anything else."""
+    return _commands_decoder.decode(data)
+
+
+def encode_reply(reply: CallReply | EventsReply) -> bytes:
+    return _encoder.encode(reply)
+
+
+def decode_call_reply(data: bytes) -> CallReply:
+    return _call_reply_decoder.decode(data)
+
+
+def decode_events_reply(data: bytes) -> EventsReply:
+    return _events_reply_decoder.decode(data)
