@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from typing import Any, Final
@@ -45,9 +46,13 @@ def ray_namespace(cluster_name: str) -> str:
 class RegistryActor:
     """All methods run on the actor's event loop; mutations contain no await."""
 
-    def __init__(self, heartbeat_s: float = 1.0, debug: bool = False) -> None:
-        """Replicas are lost after 5 heartbeats of silence and forgotten after 60."""
+    def __init__(self, heartbeat_s: float = 1.0, settle_s: float = 10.0, debug: bool = False) -> None:
+        """Replicas are lost after 5 heartbeats of silence and forgotten after 60.
+
+        For `settle_s` after a start readers keep replicas they know from before; Ray's own reconnection takes seconds.
+        """
         self._heartbeat_s = heartbeat_s
+        self._settle_s = settle_s
         self._debug = debug
         self._state = RegistryState(uuid.uuid4().hex)
         self._heard_s: dict[ReplicaId, float] = {}
@@ -92,6 +97,10 @@ class RegistryActor:
                 pass
         return self._state.changes_since(incarnation, version)
 
+    async def pid(self) -> int:
+        """Process id of the actor on its node."""
+        return os.getpid()
+
     async def check_integrity(self) -> None:
         """Raises IntegrityError when an invariant is broken."""
         self._state.check_integrity()
@@ -108,7 +117,7 @@ class RegistryActor:
             self._apply(ReplicaRemoved(replica_id=replica_id, reason=reason))
 
     async def _watch(self) -> None:
-        settled_s = time.monotonic() + 3 * self._heartbeat_s
+        settled_s = time.monotonic() + self._settle_s
         while True:
             await asyncio.sleep(self._heartbeat_s)
             now_s = time.monotonic()
@@ -127,7 +136,7 @@ class RegistryActor:
                 self._state.check_integrity()
 
 
-def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0) -> Any:
+def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0, settle_s: float = 10.0) -> Any:
     """Handle of the cluster's registry. Ray must be initialised."""
     return (
         ray.remote(RegistryActor)
@@ -141,5 +150,5 @@ def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0) 
             num_cpus=0,
             max_concurrency=4096,
         )
-        .remote(heartbeat_s=heartbeat_s, debug=cluster.debug)
+        .remote(heartbeat_s=heartbeat_s, settle_s=settle_s, debug=cluster.debug)
     )
