@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from remora.deployments.engine.messages import GenerationRequest, TokenDelta
 from remora.deployments.token_log import TokenLog
 from remora.platform.base import errors
-from remora.platform.base.errors import OverQuota, RemoraError, RequestError, Unavailable
+from remora.platform.base.errors import InvalidRequest, OverQuota, RemoraError, RequestError, Unavailable
 from remora.platform.base.ids import Epoch, ReplicaId, RequestId
 
 MAX_EXPECTED_OUTPUT_TOKENS = 256
@@ -19,17 +20,18 @@ MAX_EXPECTED_OUTPUT_TOKENS = 256
 def error_of(delta: TokenDelta) -> RemoraError:
     """The error that a delta with finish_reason "error" carries, as the class that raised it."""
     message = delta.error_message or "generation failed"
-    kind = getattr(errors, delta.error or "", RemoraError)
-    if not (isinstance(kind, type) and issubclass(kind, RemoraError)):
-        kind = RemoraError
+    found = getattr(errors, delta.error or "", RemoraError)
+    kind: type[RemoraError] = found if isinstance(found, type) and issubclass(found, RemoraError) else RemoraError
     if issubclass(kind, OverQuota):
         return OverQuota(message, retry_after_s=delta.retry_after_s or 1.0)
     if issubclass(kind, Unavailable):
         return Unavailable(message, retry_after_s=delta.retry_after_s or 1.0)
     if issubclass(kind, errors.ContextLengthExceeded):
-        return errors.InvalidRequest(message, field="messages")
+        kind = InvalidRequest
     if issubclass(kind, RequestError):
-        return kind(message)
+        # By convention the sentence starts with the field's name.
+        field = re.match(r"([a-z_][a-z0-9_.]*): ", message)
+        return kind(message, field=field and field[1])
     return kind(message)
 
 

@@ -133,6 +133,10 @@ class RouterCore:
         """Models without a connected replica."""
         return [model_id for model_id in self.catalog.models if not self.is_ready(model_id)]
 
+    def known_card(self, model_id: ModelId) -> ModelCard | None:
+        """The model's card; None before its first replica."""
+        return self._cards.get(model_id)
+
     async def card(self, model_id: ModelId) -> ModelCard:
         """The model's card; waits for a first replica up to the queue time-out, then raises Unavailable."""
         if model_id not in self._cards:

@@ -1,0 +1,141 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from remora.deployments.models.tokenizer import ChatTokenizer
+from remora.platform.base import telemetry_names as names
+from remora.platform.base.errors import RemoraError
+from remora.platform.http.api_types import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+)
+from remora.platform.http.body import read_model
+from remora.platform.http.chat_request import ChatRequest
+from remora.platform.http.disconnect import until_disconnect
+from remora.platform.http.errors import error_document
+from remora.platform.http.generation import ChoiceDelta, Generation
+from remora.platform.http.logprobs import chat_logprobs
+from remora.platform.http.openapi import json_body
+from remora.platform.http.services import Services, encode
+from remora.platform.http.sse import DONE, EventStream, event
+
+
+def chat_routes(services: Services) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        """The model's answer to a conversation."""
+        body = await read_model(request, ChatRequest, services.config.http.max_body_bytes)
+        generation = Generation(services, request, body, names.OPERATION_CHAT)
+        try:
+            async with until_disconnect(request.receive):
+                tokenizer = await services.tokenizers.get(generation.model_id)
+                prompt = await render_prompt(tokenizer, body)
+                await generation.start(
+                    [prompt],
+                    tokenizer,
+                    max_tokens=body.output_limit,
+                    default_max_tokens=None,
+                    logprobs=body.num_logprobs,
+                    field="messages",
+                )
+                first = await generation.next_deltas()
+                answer = None if body.stream else await _whole(generation, first, tokenizer)
+        except BaseException as error:
+            generation.finish(error)
+            raise
+        if answer is None:
+            chunks = _chunks(generation, first, tokenizer, include_usage=body.include_usage)
+            return EventStream(chunks, on_end=generation.finish, headers=generation.headers())
+        generation.finish()
+        return Response(msgspec.json.encode(answer), media_type="application/json", headers=generation.headers())
+
+    return router
+
+
+async def render_prompt(tokenizer: ChatTokenizer, body: ChatRequest) -> tuple[int, ...]:
+    """Token ids of the conversation under the model's template. Raises InvalidRequest naming the message."""
+    text = tokenizer.render(
+        body.messages, None, add_generation_prompt=body.add_generation_prompt, **(body.chat_template_kwargs or {})
+    )
+    # The template has written the special tokens itself.
+    return await encode(tokenizer, text, add_special_tokens=False, field="messages")
+
+
+async def _whole(generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer) -> ChatCompletion:
+    choices = [ChatChoice(index, ChatMessage("")) for index in range(generation.num_choices)]
+    texts: list[list[str]] = [[] for _ in choices]
+    deltas = first
+    while deltas:
+        for index, delta in deltas:
+            texts[index].append(delta.text)
+            choice = choices[index]
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            logprobs = chat_logprobs(delta, tokenizer)
+            if logprobs is not None:
+                choice.logprobs = ChatLogprobs((choice.logprobs.content if choice.logprobs else []) + logprobs.content)
+        deltas = await generation.next_deltas()
+    for choice, parts in zip(choices, texts, strict=True):
+        choice.message.content = "".join(parts)
+    return ChatCompletion(
+        id=generation.id,
+        created=generation.created,
+        model=generation.model_id,
+        system_fingerprint=generation.system_fingerprint,
+        choices=choices,
+        usage=generation.usage(),
+    )
+
+
+async def _chunks(
+    generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer, *, include_usage: bool
+) -> AsyncIterator[bytes]:
+    """Server-sent events. All deltas of one step leave in one piece."""
+    chunk = ChatCompletionChunk(
+        id=generation.id,
+        created=generation.created,
+        model=generation.model_id,
+        system_fingerprint=generation.system_fingerprint,
+        choices=[],
+        usage=None if include_usage else msgspec.UNSET,
+    )
+    opened: set[int] = set()
+    deltas = first
+    try:
+        while deltas:
+            parts: list[bytes] = []
+            for index, delta in deltas:
+                if index not in opened:
+                    opened.add(index)
+                    chunk.choices = [ChatChunkChoice(index, ChatDelta(role="assistant", content=""))]
+                    parts.append(event(chunk))
+                logprobs = chat_logprobs(delta, tokenizer)
+                if delta.text or logprobs is not None:
+                    chunk.choices = [ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs)]
+                    parts.append(event(chunk))
+                if delta.finish_reason is not None:
+                    chunk.choices = [ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason, delta.stop_reason)]
+                    parts.append(event(chunk))
+            if parts:
+                yield b"".join(parts)
+            deltas = await generation.next_deltas()
+    except RemoraError as error:
+        generation.finish(error)
+        yield event(error_document(error)) + DONE
+        return
+    if include_usage:
+        chunk.choices, chunk.usage = [], generation.usage()
+        yield event(chunk) + DONE
+    else:
+        yield DONE

@@ -1,0 +1,157 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from remora.deployments.engine.messages import SamplingParams
+from remora.deployments.models.tokenizer import ChatTokenizer
+from remora.platform.base import telemetry_names as names
+from remora.platform.base.errors import RemoraError
+from remora.platform.http.api_types import Completion, CompletionChoice, CompletionLogprobs
+from remora.platform.http.body import read_model
+from remora.platform.http.completion_request import CompletionRequest
+from remora.platform.http.disconnect import until_disconnect
+from remora.platform.http.errors import error_document
+from remora.platform.http.generation import ChoiceDelta, Generation
+from remora.platform.http.logprobs import CompletionLogprobsWriter
+from remora.platform.http.openapi import json_body
+from remora.platform.http.services import Services, encode
+from remora.platform.http.sse import DONE, EventStream, event
+
+
+def completion_routes(services: Services) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        """Continues one or several prompts. Choice `i` of prompt `p` has the index `p * n + i`."""
+        body = await read_model(request, CompletionRequest, services.config.http.max_body_bytes)
+        generation = Generation(services, request, body, names.OPERATION_TEXT_COMPLETION)
+        try:
+            async with until_disconnect(request.receive):
+                tokenizer = await services.tokenizers.get(generation.model_id)
+                prompts = await tokenize_prompts(tokenizer, body)
+                await generation.start(
+                    prompts,
+                    tokenizer,
+                    max_tokens=body.max_tokens,
+                    default_max_tokens=SamplingParams().max_tokens,
+                    logprobs=body.logprobs,
+                    field="prompt",
+                )
+                echoes = _echoes(tokenizer, body, prompts)
+                first = await generation.next_deltas()
+                answer = None if body.stream else await _whole(generation, first, tokenizer, echoes)
+        except BaseException as error:
+            generation.finish(error)
+            raise
+        if answer is None:
+            chunks = _chunks(generation, first, tokenizer, echoes, include_usage=body.include_usage)
+            return EventStream(chunks, on_end=generation.finish, headers=generation.headers())
+        generation.finish()
+        return Response(msgspec.json.encode(answer), media_type="application/json", headers=generation.headers())
+
+    return router
+
+
+async def tokenize_prompts(tokenizer: ChatTokenizer, body: CompletionRequest) -> list[tuple[int, ...]]:
+    """Token ids of every prompt. Raises InvalidRequest for ids that the model does not have."""
+    prompts: list[tuple[int, ...]] = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            prompts.append(await encode(tokenizer, prompt, add_special_tokens=True, field="prompt"))
+        else:
+            tokenizer.check_ids(prompt, field="prompt")
+            prompts.append(prompt)
+    return prompts
+
+
+def _echoes(tokenizer: ChatTokenizer, body: CompletionRequest, prompts: list[tuple[int, ...]]) -> list[str]:
+    """Per choice, the text to put before its output: the prompt with `echo`, else nothing."""
+    if not body.echo:
+        return [""] * (len(prompts) * (body.n or 1))
+    texts = [
+        prompt if isinstance(prompt, str) else tokenizer.decode(token_ids, field="prompt")
+        for prompt, token_ids in zip(body.prompt, prompts, strict=True)
+    ]
+    return [text for text in texts for _ in range(body.n or 1)]
+
+
+async def _whole(
+    generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer, echoes: list[str]
+) -> Completion:
+    choices = [CompletionChoice(index, "") for index in range(len(echoes))]
+    texts = [[echo] for echo in echoes]
+    writers = [CompletionLogprobsWriter() for _ in echoes]
+    deltas = first
+    while deltas:
+        for index, delta in deltas:
+            texts[index].append(delta.text)
+            choice = choices[index]
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            choice.logprobs = _joined(choice.logprobs, writers[index].write(delta, tokenizer))
+        deltas = await generation.next_deltas()
+    for choice, parts in zip(choices, texts, strict=True):
+        choice.text = "".join(parts)
+    return Completion(
+        id=generation.id,
+        created=generation.created,
+        model=generation.model_id,
+        system_fingerprint=generation.system_fingerprint,
+        choices=choices,
+        usage=generation.usage(),
+    )
+
+
+def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    if first is None or second is None:
+        return first or second
+    for field in CompletionLogprobs.__struct_fields__:
+        getattr(first, field).extend(getattr(second, field))
+    return first
+
+
+async def _chunks(
+    generation: Generation,
+    first: list[ChoiceDelta],
+    tokenizer: ChatTokenizer,
+    echoes: list[str],
+    *,
+    include_usage: bool,
+) -> AsyncIterator[bytes]:
+    """Server-sent events. All deltas of one step leave in one piece."""
+    chunk = Completion(
+        id=generation.id,
+        created=generation.created,
+        model=generation.model_id,
+        system_fingerprint=generation.system_fingerprint,
+        choices=[],
+        usage=None if include_usage else msgspec.UNSET,
+    )
+    writers = [CompletionLogprobsWriter() for _ in echoes]
+    deltas = first
+    try:
+        while deltas:
+            parts: list[bytes] = []
+            for index, delta in deltas:
+                text, echoes[index] = echoes[index] + delta.text, ""
+                logprobs = writers[index].write(delta, tokenizer)
+                if text or logprobs is not None or delta.finish_reason is not None:
+                    chunk.choices = [CompletionChoice(index, text, logprobs, delta.finish_reason, delta.stop_reason)]
+                    parts.append(event(chunk))
+            if parts:
+                yield b"".join(parts)
+            deltas = await generation.next_deltas()
+    except RemoraError as error:
+        generation.finish(error)
+        yield event(error_document(error)) + DONE
+        return
+    if include_usage:
+        chunk.choices, chunk.usage = [], generation.usage()
+        yield event(chunk) + DONE
+    else:
+        yield DONE

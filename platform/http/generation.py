@@ -1,0 +1,194 @@
+"""One HTTP request's generation: its prompts, started together and read as one sequence of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+
+from fastapi import Request
+from opentelemetry.trace import SpanKind
+
+from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.models.tokenizer import ChatTokenizer
+from remora.deployments.request_stream import RequestStream
+from remora.deployments.router import GenerationJob
+from remora.platform.base import telemetry_names as names
+from remora.platform.base.errors import ContextLengthExceeded, InvalidRequest, RemoraError
+from remora.platform.base.ids import ModelId, NamespaceId, RequestId
+from remora.platform.base.telemetry import fail, inject, start_span
+from remora.platform.http.api_types import PromptTokensDetails, Usage
+from remora.platform.http.disconnect import ClientGone
+from remora.platform.http.generation_fields import GenerationFields
+from remora.platform.http.services import Services
+
+NAMESPACE_HEADER = "x-remora-namespace"
+TRACE_HEADER = "x-remora-trace-id"
+
+#: Choice index within the whole HTTP request, and what it said.
+ChoiceDelta = tuple[int, TokenDelta]
+
+
+class Generation:
+    """Started by `start`, read by `next_deltas`, and always ended by `finish`."""
+
+    def __init__(self, services: Services, request: Request, fields: GenerationFields, operation: str) -> None:
+        """Finds model and namespace; raises NotFound. Begins the request's span, whose parent the client may name."""
+        self._services = services
+        self._fields = fields
+        catalog = services.core.catalog
+        self.model_id: ModelId = catalog.find_model(fields.model)
+        self.namespace_id: NamespaceId = catalog.find_namespace(
+            self.model_id, request.headers.get(NAMESPACE_HEADER) or fields.namespace
+        )
+        self.id = f"{'chatcmpl' if operation == names.OPERATION_CHAT else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.system_fingerprint = ""
+        self.num_choices = fields.n or 1
+        self.num_prompt_tokens = 0
+        self._started_s = time.monotonic()
+        self._streams: list[RequestStream] = []
+        self._pumps: list[asyncio.Task[None]] = []
+        self._merged: asyncio.Queue[list[ChoiceDelta] | RemoraError] = asyncio.Queue()
+        self._num_pumping = 0
+        self._has_first_token = False
+        self._ended = False
+        self._span = start_span(
+            names.request_span(operation, self.model_id),
+            {
+                names.GEN_AI_OPERATION_NAME: operation,
+                names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+                names.GEN_AI_REQUEST_MODEL: self.model_id,
+                names.GEN_AI_REQUEST_STREAM: bool(fields.stream),
+                names.GEN_AI_REQUEST_CHOICE_COUNT: self.num_choices,
+                names.REMORA_NAMESPACE: self.namespace_id,
+                names.GEN_AI_RESPONSE_ID: self.id,
+            },
+            parent=request.headers,
+            kind=SpanKind.SERVER,
+        )
+        self._labels = (self.model_id, self.namespace_id)
+        services.stats.in_flight.labels(*self._labels).inc()
+
+    async def start(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        tokenizer: ChatTokenizer,
+        *,
+        max_tokens: int | None,
+        default_max_tokens: int | None,
+        logprobs: int | None,
+        field: str,
+    ) -> None:
+        """Checks the prompts against the model and hands them to the router. `field` is what the client calls them.
+
+        Without `max_tokens` the output may fill the context, up to `default_max_tokens`.
+        """
+        fields = self._fields
+        card = await self._services.core.card(self.model_id)
+        self.system_fingerprint = f"fp_{card.fingerprint.hex()[:12]}"
+        tokenizer.check_ids(fields.stop_token_ids or (), field="stop_token_ids")
+        tokenizer.check_ids([token_id for token_id, _ in fields.biases()], field="logit_bias")
+        for prompt in prompts:
+            if not prompt:
+                raise InvalidRequest(f"{field}: has no tokens; send at least one.", field=field)
+            room = card.max_model_len - len(prompt)
+            if room < (max_tokens or 1):
+                raise ContextLengthExceeded(len(prompt) + (max_tokens or 1), card.max_model_len, field=field)
+        for index, prompt in enumerate(prompts):
+            room = card.max_model_len - len(prompt)
+            limit = max_tokens or min(room, default_max_tokens or room)
+            if (fields.min_tokens or 0) > limit:
+                raise InvalidRequest(
+                    f"min_tokens: {fields.min_tokens} is more than the {limit} tokens allowed.", field="min_tokens"
+                )
+            job = GenerationJob(
+                request_id=RequestId(self.id if len(prompts) == 1 else f"{self.id}-{index}"),
+                model_id=self.model_id,
+                namespace_id=self.namespace_id,
+                prompt_token_ids=prompt,
+                sampling=fields.sampling(max_tokens=limit, logprobs=logprobs),
+                num_choices=self.num_choices,
+                grammar=fields.response_format.grammar() if fields.response_format is not None else None,
+                priority=fields.priority or 0,
+                trace_context=inject(self._span),
+            )
+            self._streams.append(await self._services.core.open(job))
+            self.num_prompt_tokens += len(prompt)
+        self._span.set_attribute(names.GEN_AI_USAGE_INPUT_TOKENS, self.num_prompt_tokens)
+        if len(self._streams) > 1:
+            self._num_pumping = len(self._streams)
+            self._pumps = [asyncio.create_task(self._pump(index)) for index in range(len(self._streams))]
+
+    async def _pump(self, prompt_index: int) -> None:
+        """Moves one prompt's deltas into the merged sequence."""
+        try:
+            while deltas := await self._streams[prompt_index].next_deltas():
+                self._merged.put_nowait(self._numbered(prompt_index, deltas))
+            self._merged.put_nowait([])
+        except RemoraError as error:
+            self._merged.put_nowait(error)
+
+    def _numbered(self, prompt_index: int, deltas: list[TokenDelta]) -> list[ChoiceDelta]:
+        return [(prompt_index * self.num_choices + delta.choice_index, delta) for delta in deltas]
+
+    async def next_deltas(self) -> list[ChoiceDelta]:
+        """What came since the last call; empty when every choice has ended. Raises what ended a prompt early."""
+        deltas = await self._next_merged() if self._pumps else self._numbered(0, await self._streams[0].next_deltas())
+        if deltas and not self._has_first_token:
+            self._has_first_token = True
+            waited_s = time.monotonic() - self._started_s
+            self._services.stats.first_token_s.labels(*self._labels).observe(waited_s)
+            self._span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, waited_s)
+        return deltas
+
+    async def _next_merged(self) -> list[ChoiceDelta]:
+        while self._num_pumping:
+            item = await self._merged.get()
+            if isinstance(item, RemoraError):
+                raise item
+            if item:
+                return item
+            self._num_pumping -= 1
+        return []
+
+    def usage(self) -> Usage:
+        output = sum(stream.log.num_tokens for stream in self._streams)
+        cached = sum(stream.num_cached_tokens or 0 for stream in self._streams)
+        return Usage(self.num_prompt_tokens, output, self.num_prompt_tokens + output, PromptTokensDetails(cached))
+
+    def headers(self) -> dict[str, str]:
+        """Of the response: how to find the request in logs and traces."""
+        trace_id = self._span.get_span_context().trace_id
+        return {"x-remora-request-id": self.id, **({TRACE_HEADER: f"{trace_id:032x}"} if trace_id else {})}
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Stops whatever still runs and records the outcome. May be called twice."""
+        if self._ended:
+            return
+        self._ended = True
+        for pump in self._pumps:
+            pump.cancel()
+        for stream in self._streams:
+            stream.close()
+        usage, stats = self.usage(), self._services.stats
+        stats.in_flight.labels(*self._labels).dec()
+        stats.finished.labels(*self._labels, _outcome(error)).inc()
+        stats.duration_s.labels(*self._labels).observe(time.monotonic() - self._started_s)
+        stats.prompt_tokens.labels(*self._labels).inc(usage.prompt_tokens)
+        stats.cached_tokens.labels(*self._labels).inc(usage.prompt_tokens_details.cached_tokens)
+        stats.output_tokens.labels(*self._labels).inc(usage.completion_tokens)
+        self._span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, usage.completion_tokens)
+        self._span.set_attribute(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, usage.prompt_tokens_details.cached_tokens)
+        if error is not None:
+            fail(self._span, error)
+        self._span.end()
+
+
+def _outcome(error: BaseException | None) -> str:
+    if error is None:
+        return "ok"
+    if isinstance(error, RemoraError):
+        return error.code
+    return "disconnected" if isinstance(error, (ClientGone, asyncio.CancelledError)) else RemoraError.code

@@ -1,0 +1,56 @@
+"""GET /v1/models, /health and /ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from msgspec.json import encode as to_json
+
+from remora.platform.base.ids import ModelId
+from remora.platform.http.services import Services
+
+
+def model_routes(services: Services, *, created: int) -> APIRouter:
+    """`created`: Unix seconds that the models show as their creation."""
+    router = APIRouter()
+    core = services.core
+
+    def shown(model_id: ModelId) -> dict[str, Any]:
+        card = core.known_card(model_id)
+        model = core.catalog.models[model_id]
+        return {
+            "id": model_id,
+            "object": "model",
+            "created": created,
+            "owned_by": "remora",
+            "root": model.source,
+            "max_model_len": None if card is None else card.max_model_len,
+            "ready": core.is_ready(model_id),
+            "namespaces": list(core.catalog.namespaces_of[model_id]),
+        }
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        """The configured models; `ready` says whether a replica serves it now."""
+        data = [shown(model_id) for model_id in core.catalog.models]
+        return Response(to_json({"object": "list", "data": data}), media_type="application/json")
+
+    @router.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> Response:
+        """One model."""
+        return Response(to_json(shown(core.catalog.find_model(model))), media_type="application/json")
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        """The router answers."""
+        return {"status": "ok"}
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """503 until every model has a replica."""
+        missing = core.missing_models()
+        body = to_json({"status": "starting" if missing else "ready", "missing": missing})
+        return Response(body, status_code=503 if missing else 200, media_type="application/json")
+
+    return router

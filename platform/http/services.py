@@ -1,0 +1,63 @@
+"""What the routes work with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from remora.deployments.models.tokenizer import ChatTokenizer
+from remora.deployments.router import RouterCore
+from remora.platform.base.config import ModelConfig, RemoraConfig
+from remora.platform.base.ids import ModelId
+from remora.platform.http.http_stats import HttpStats
+
+#: Texts longer than this are tokenized in a thread, so that a long prompt delays nobody's tokens.
+INLINE_TEXT_CHARS = 4096
+
+
+class PoolReports(Protocol):
+    """Asks the pool actors how they are."""
+
+    async def reports(self) -> Mapping[str, Any]:
+        """Pool id → report (namespaces/pool.py: PoolReport) of the pools that answer in time."""
+        ...
+
+
+class Tokenizers:
+    """The models' tokenizers, each loaded once, in a thread."""
+
+    def __init__(self, models: Mapping[ModelId, ModelConfig], load: Callable[[ModelConfig], ChatTokenizer]) -> None:
+        self._models = models
+        self._load = load
+        self._loading: dict[ModelId, asyncio.Task[ChatTokenizer]] = {}
+
+    async def get(self, model_id: ModelId) -> ChatTokenizer:
+        """Raises ModelError if it cannot be loaded; a later call tries again."""
+        task = self._loading.get(model_id)
+        if task is None or (task.done() and task.exception() is not None):
+            task = asyncio.create_task(asyncio.to_thread(self._load, self._models[model_id]))
+            self._loading[model_id] = task
+        # The first caller's client may leave; the others still want the result.
+        return await asyncio.shield(task)
+
+    async def preload(self) -> None:
+        """Loads all of them. Failures show when the tokenizer is used."""
+        await asyncio.gather(*(self.get(model_id) for model_id in self._models), return_exceptions=True)
+
+
+async def encode(tokenizer: ChatTokenizer, text: str, *, add_special_tokens: bool, field: str) -> tuple[int, ...]:
+    """Token ids of a text, off the event loop when it is long."""
+    if len(text) <= INLINE_TEXT_CHARS:
+        return tuple(tokenizer.encode(text, add_special_tokens, field=field))
+    return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, field=field))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    config: RemoraConfig
+    core: RouterCore
+    tokenizers: Tokenizers
+    pools: PoolReports
+    stats: HttpStats

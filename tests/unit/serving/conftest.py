@@ -1,0 +1,224 @@
+"""A replica without an engine, Ray or a model: says one token per step and choice, on command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from remora.deployments.engine.messages import FeedMessage, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from remora.deployments.feed import FeedHub
+from remora.deployments.model_card import ModelCard
+from remora.deployments.router import Listed, RouterCore
+from remora.platform.base.config import RemoraConfig, parse_config
+from remora.platform.base.errors import Unavailable
+from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
+
+
+def token_of(request: GenerationRequest, choice_index: int, position: int) -> int:
+    """Deterministic in (prompt, seed, choice, position), as the engine's tokens are: lower-case letters."""
+    seed = request.sampling.seed or 0
+    return 97 + (sum(request.prompt_token_ids) + 7 * choice_index + 3 * position + seed) % 26
+
+
+class FakeReplica:
+    """The replica's side of ReplicaLink, on the real FeedHub."""
+
+    def __init__(self, name: str, model: str = "tiny", pool: str = "pool-a", *, heartbeat_s: float = 0.05) -> None:
+        self.replica_id = ReplicaId(name)
+        self.model_id = ModelId(model)
+        self.pool_id = PoolId(pool)
+        self.alive = True
+        self.frozen = False
+        self.running: dict[RequestId, tuple[GenerationRequest, list[list[int] | None]]] = {}
+        self.submitted: list[GenerationRequest] = []
+        self.cancelled: list[RequestId] = []
+        self.num_submit_calls = 0
+        self.drop_next_delta = False
+        #: Answers a request with this error instead of tokens.
+        self.error: dict[str, Any] | None = None
+        self.hub = FeedHub(
+            self.replica_id, on_closed=self._drop_router, load_tokens=self.load_tokens, heartbeat_s=heartbeat_s
+        )
+
+    def load_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request, _ in self.running.values())
+
+    def _drop_router(self, router_id: RouterId) -> None:
+        for request_id in [key for key, (request, _) in self.running.items() if request.router_id == router_id]:
+            del self.running[request_id]
+
+    def _check(self) -> None:
+        if not self.alive:
+            raise Unavailable(f"{self.replica_id} is dead")
+
+    # ---- ReplicaLink ---------------------------------------------------------------------------------------------
+
+    async def describe(self) -> ModelCard:
+        self._check()
+        return ModelCard(
+            replica_id=self.replica_id,
+            model_id=self.model_id,
+            pool_id=self.pool_id,
+            fingerprint=b"f" * 32,
+            block_tokens=4,
+            max_model_len=64,
+            vocab_size=256,
+            max_num_seqs=8,
+            decoder="fake",
+            weights="fp32",
+            pid=1,
+        )
+
+    async def feed(self, router_id: RouterId) -> AsyncIterator[FeedMessage]:
+        self._check()
+        async for message in self.hub.messages(router_id):
+            while self.frozen:
+                await asyncio.sleep(0.01)
+            yield message
+        self._check()
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._check()
+        self.num_submit_calls += 1
+        for request in requests:
+            if not self.hub.is_open(request.router_id):
+                raise Unavailable("no feed")
+            self.submitted.append(request)
+            resumed = request.output_token_ids or ((),) * request.num_choices
+            self.running[request.request_id] = (request, [list(ids) for ids in resumed])
+            if self.error is not None:
+                delta = TokenDelta(
+                    request_id=request.request_id, choice_index=0, epoch=request.epoch, first_token_index=0,
+                    token_ids=(), text="", finish_reason="error", **self.error,
+                )  # fmt: skip
+                del self.running[request.request_id]
+                self.hub.emit(request.router_id, (delta,))
+
+    async def cancel(self, request_ids: Sequence[RequestId]) -> None:
+        self._check()
+        self.cancelled.extend(request_ids)
+        for request_id in request_ids:
+            self.running.pop(request_id, None)
+
+    async def stats(self) -> dict[str, Any]:
+        self._check()
+        return {"num_running": len(self.running)}
+
+    # ---- commands of the test --------------------------------------------------------------------------------------
+
+    async def step(self, count: int = 1) -> None:
+        """One token for every choice of every request; a choice ends at max_tokens."""
+        for _ in range(count):
+            for request, choices in list(self.running.values()):
+                deltas = []
+                for index, ids in enumerate(choices):
+                    if ids is None:
+                        continue
+                    position = len(ids)
+                    token = token_of(request, index, position)
+                    ids.append(token)
+                    reason: FinishReason | None = "length" if len(ids) >= request.sampling.max_tokens else None
+                    if reason is not None:
+                        choices[index] = None
+                    if self.drop_next_delta:
+                        self.drop_next_delta = False
+                        continue
+                    deltas.append(self._delta(request, index, position, token, reason))
+                if all(ids is None for ids in choices):
+                    del self.running[request.request_id]
+                self.hub.emit(request.router_id, tuple(deltas))
+            await asyncio.sleep(0.005)
+
+    def _delta(
+        self, request: GenerationRequest, index: int, position: int, token: int, reason: FinishReason | None
+    ) -> TokenDelta:
+        logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+        if request.sampling.logprobs is not None:
+            entry = [TokenLogprob(token_id=token, logprob=-0.5)]
+            entry += [TokenLogprob(token_id=98 + i, logprob=-1.0 - i) for i in range(request.sampling.logprobs)]
+            logprobs = (tuple(entry),)
+        return TokenDelta(
+            request_id=request.request_id, choice_index=index, epoch=request.epoch, first_token_index=position,
+            token_ids=(token,), text=chr(token), logprobs=logprobs, finish_reason=reason,
+            num_cached_tokens=4 if index == 0 and position == len((request.output_token_ids or ((),))[0]) else None,
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        """As SIGKILL: every call fails, feeds break."""
+        self.alive = False
+        self.hub.close_all()
+        self.running.clear()
+
+
+class Cluster:
+    """A router and the replicas it can see."""
+
+    def __init__(self, config: RemoraConfig) -> None:
+        self.replicas: dict[ReplicaId, FakeReplica] = {}
+        self.core = RouterCore(config, self.replicas.__getitem__, router_id=RouterId("router-1"))
+
+    async def add(self, *replicas: FakeReplica) -> None:
+        """Lists replicas and waits until the router is connected to those alive."""
+        for replica in replicas:
+            self.replicas[replica.replica_id] = replica
+        self.publish()
+        await self.settle(
+            lambda: all(
+                connection.connected or not self.replicas[connection.replica_id].alive
+                for connection in self.core.connections()
+            )
+        )
+
+    def remove(self, replica: FakeReplica) -> None:
+        del self.replicas[replica.replica_id]
+        self.publish()
+
+    def publish(self, *, draining: Sequence[ReplicaId] = ()) -> None:
+        self.core.update_replicas(
+            {key: Listed(replica.model_id, key not in draining) for key, replica in self.replicas.items()}
+        )
+
+    async def settle(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        """Waits until the condition holds; fails the test if it does not."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def make_replica() -> Callable[..., FakeReplica]:
+    return FakeReplica
+
+
+@pytest.fixture
+def expected_token() -> Callable[[GenerationRequest, int, int], int]:
+    return token_of
+
+
+@pytest.fixture
+def config() -> RemoraConfig:
+    return parse_config(
+        {
+            "http": {"queue_timeout_s": 1.0, "max_body_bytes": 20_000},
+            "models": [{"name": "tiny", "source": "unused"}, {"name": "other", "source": "unused"}],
+            "namespaces": [
+                {"name": "chat", "model": "tiny", "guaranteed": "1MiB"},
+                {"name": "batch/team-a", "model": "tiny"},
+            ],
+        }
+    )
+
+
+@pytest.fixture
+async def cluster(config: RemoraConfig) -> Any:
+    made = Cluster(config)
+    yield made
+    made.core.check_integrity()
+    await made.core.stop()
+    made.core.check_integrity()
+    assert made.core.num_open == 0
+
+
+_ = Iterator
