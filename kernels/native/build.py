@@ -28,7 +28,7 @@ COMMON_FLAGS = (
 ).split()
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc")
 #: Compiled once; every other source is a level file.
-SHARED_SOURCES = frozenset({"api", "attention_plan", "dispatch", "model", "packing", "threads"})
+SHARED_SOURCES = frozenset({"api", "attention_plan", "decoder", "dispatch", "model", "packing", "threads"})
 
 
 class BuildError(Exception):

@@ -108,6 +108,20 @@ void to_fp32(const Source& source, int64_t first, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = from_bf16(values[i]);
 }
 
+void copy_rows(const Source& source, Dtype dtype, uint8_t* out) {
+  std::vector<float> row(static_cast<size_t>(source.columns));
+  for (int64_t index = 0; index < source.rows; ++index) {
+    to_fp32(source, index * source.columns, source.columns, row.data());
+    uint8_t* target = out + index * source.columns * dtype_bytes(dtype);
+    if (dtype == Dtype::fp32) {
+      std::memcpy(target, row.data(), row.size() * 4);
+    } else {
+      auto* values = reinterpret_cast<uint16_t*>(target);
+      for (int64_t k = 0; k < source.columns; ++k) values[k] = to_bf16(row[static_cast<size_t>(k)]);
+    }
+  }
+}
+
 void pack_linear(const PackedLinear& packed, ColumnOrder order, const Source& weights, const Team& team) {
   const int64_t k_group = 4 / dtype_bytes(packed.dtype);  // consecutive k of one column lie together in 4 bytes
   const int64_t block_bytes = BLOCK_COLUMNS * packed.padded_in * dtype_bytes(packed.dtype);

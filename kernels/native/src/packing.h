@@ -70,6 +70,8 @@ void pack_bias(const PackedLinear& packed, ColumnOrder order, const Source& bias
 // Row `index` of the [num_out, num_in] matrix back as fp32 (the embedding of a tied head; plain order only).
 void unpack_row(const PackedLinear& packed, int64_t index, float* out);
 
+// Values [first, first + count) as fp32; all rows as `dtype` (fp32 or bf16), row-major.
 void to_fp32(const Source& source, int64_t first, int64_t count, float* out);
+void copy_rows(const Source& source, Dtype dtype, uint8_t* out);
 
 }  // namespace remora

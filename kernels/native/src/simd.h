@@ -1,6 +1,6 @@
 // Vectors of one instruction-set level, on the compiler's vector extension: the same source serves every level.
 //
-// Level files (all .cpp here but api.cpp, decoder.cpp, dispatch.cpp and threads.cpp) are compiled once per level with
+// Level files (all .cpp here but those that build.py calls shared) are compiled once per level, with
 // REMORA_LEVEL naming the level and the flags of build.py, and put everything in `namespace remora::REMORA_LEVEL`, with
 // internal linkage where it is not called from another file. They call no std:: templates: the linker could keep the
 // copy that was compiled for a better CPU than the one it runs on.
@@ -23,6 +23,7 @@
 #endif
 
 #define REMORA_INLINE static inline __attribute__((always_inline))
+#define REMORA_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace remora::REMORA_LEVEL {
 

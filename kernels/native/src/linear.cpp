@@ -1,0 +1,333 @@
+#include "linear.h"
+
+#include "micro_kernels.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace remora::REMORA_LEVEL {
+namespace {
+
+// Bytes of activations that may stay in the level-2 cache while panels of weights pass by.
+#if REMORA_TILES
+constexpr int64_t RESIDENT_BYTES = 1 << 20;
+#elif REMORA_VECTOR_BYTES == 64
+constexpr int64_t RESIDENT_BYTES = 512 << 10;
+#else
+constexpr int64_t RESIDENT_BYTES = 256 << 10;
+#endif
+constexpr int64_t STREAM_AHEAD_BYTES = 4096;
+
+#if REMORA_VECTOR_BYTES == 64
+constexpr int MAX_TILE_ROWS = 12;
+#elif REMORA_VECTOR_BYTES == 32
+constexpr int MAX_TILE_ROWS = 6;
+#else
+constexpr int MAX_TILE_ROWS = 2;
+#endif
+
+enum class Encoding { fp32, bf16, bf16_wide, int8, uint8, int16 };
+
+Encoding encoding_of(Dtype weights) {
+  if (weights == Dtype::fp32) return Encoding::fp32;
+#if REMORA_TILES
+  return weights == Dtype::bf16 ? Encoding::bf16 : Encoding::int8;
+#elif REMORA_DPBF16
+  return weights == Dtype::bf16 ? Encoding::bf16 : Encoding::uint8;
+#elif REMORA_VNNI
+  return weights == Dtype::bf16 ? Encoding::bf16_wide : Encoding::uint8;
+#else
+  return weights == Dtype::bf16 ? Encoding::bf16_wide : Encoding::int16;
+#endif
+}
+
+int64_t encoded_bytes(Encoding encoding) {
+  switch (encoding) {
+    case Encoding::fp32:
+    case Encoding::bf16_wide: return 4;
+    case Encoding::bf16:
+    case Encoding::int16: return 2;
+    default: return 1;
+  }
+}
+
+// The first `count` of LANES values, zeros behind them.
+vfloat load_partial(const float* p, int64_t count) {
+  float values[LANES] = {};
+  __builtin_memcpy(values, p, static_cast<size_t>(count) * 4);
+  return load(values);
+}
+
+template <class Visit>
+REMORA_INLINE void for_each_vector(const float* x, int64_t count, const Visit& visit) {
+  int64_t k = 0;
+  for (; k + LANES <= count; k += LANES) visit(k, load(x + k));
+  if (k < count) visit(k, load_partial(x + k, count - k));
+}
+
+// Integer values in fp32, rounded to nearest even: |x| below 2^22.
+vint round_to_int(vfloat x) {
+  const vfloat magic = splat(12582912.0f);
+  return __builtin_convertvector((x + magic) - magic, vint);
+}
+
+void encode_int8(Encoding encoding, const float* x, int64_t num_in, uint8_t* out, float* scale) {
+  vfloat largest = {}, poison = {};
+  for_each_vector(x, num_in, [&](int64_t, vfloat v) {
+    largest = max(largest, abs(v));
+    poison += v - v;  // NaN where v is not finite
+  });
+  const float row_scale = max(largest) / 127.0f;
+  const vfloat inverse = splat(row_scale > 0.0f ? 1.0f / row_scale : 0.0f);
+  *scale = row_scale + sum(poison);
+  for_each_vector(x, num_in, [&](int64_t k, vfloat v) {
+    int32_t values[LANES];
+    store_as(values, round_to_int(v * inverse));
+    for (int i = 0; i < LANES; ++i) {
+      const int32_t value = values[i];
+      if (encoding == Encoding::int8) {
+        out[k + i] = static_cast<uint8_t>(value);
+      } else if (encoding == Encoding::uint8) {
+        out[k + i] = static_cast<uint8_t>(value + 128);
+      } else {
+        const int64_t position = (k + i) % 4;
+        const int64_t place = (k + i) - position + (position % 2) * 2 + position / 2;
+        reinterpret_cast<int16_t*>(out)[place] = static_cast<int16_t>(value);
+      }
+    }
+  });
+}
+
+// Columns [first, first + LANES) of a row; the precisions that need no scale.
+REMORA_INLINE void store_encoded(Encoding encoding, uint8_t* row, int64_t first, vfloat v) {
+  if (encoding == Encoding::bf16) store_bf16(reinterpret_cast<uint16_t*>(row) + first, v);
+  else if (encoding == Encoding::bf16_wide) store_as(row + 4 * first, round_bf16(v));
+  else store_as(row + 4 * first, v);
+}
+
+REMORA_INLINE vfloat silu_product(vfloat gate, vfloat up) { return gate / (splat(1.0f) + exp(-gate)) * up; }
+
+// What is common to all tiles of one call.
+struct Call {
+  const PackedLinear& weights;
+  const Activations& activations;
+  const LinearOutput& output;
+  int64_t num_rows;
+  Encoding encoding;
+
+  const uint8_t* row(int64_t index) const { return activations.data + index * activations.stride; }
+};
+
+void store_row(const LinearOutput& output, float* out, const float* values, int64_t count) {
+  const bool add = output.kind == LinearOutput::Kind::add;
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(out + i, add ? load(out + i) + load(values + i) : load(values + i));
+  for (; i < count; ++i) out[i] = add ? out[i] + values[i] : values[i];
+}
+
+void silu_row(const Call& call, int64_t row, int64_t panel, const float* values) {
+  const LinearOutput& output = call.output;
+  const int64_t first = panel * BLOCK_COLUMNS, num_units = call.weights.num_out / 2;
+  float units[BLOCK_COLUMNS];
+  for (int i = 0; i < BLOCK_COLUMNS; i += LANES)
+    store(units + i, silu_product(load(values + i), load(values + BLOCK_COLUMNS + i)));
+  if (output.kind == LinearOutput::Kind::silu_store) {
+    const int64_t count = num_units - first < BLOCK_COLUMNS ? num_units - first : BLOCK_COLUMNS;
+    __builtin_memcpy(output.out + row * output.stride + first, units, static_cast<size_t>(count) * 4);
+    return;
+  }
+  uint8_t* target = output.encoded.data + row * output.encoded.stride;
+  for (int i = 0; i < BLOCK_COLUMNS; i += LANES) store_encoded(call.encoding, target, first + i, load(units + i));
+  if (first + BLOCK_COLUMNS >= num_units) {
+    const int64_t bytes = encoded_bytes(call.encoding), end = first + BLOCK_COLUMNS;
+    __builtin_memset(target + end * bytes, 0, static_cast<size_t>((output.encoded_columns - end) * bytes));
+  }
+}
+
+// Turns sums into outputs: scales, bias, and what the call fuses. `tile` holds rows of PANEL_COLUMNS.
+void finish_tile(const Call& call, int64_t first_row, int64_t num_rows, int64_t panel, float* tile) {
+  const PackedLinear& weights = call.weights;
+  const LinearOutput& output = call.output;
+  const int64_t first = panel * PANEL_COLUMNS;
+  const bool plain = output.kind == LinearOutput::Kind::store || output.kind == LinearOutput::Kind::add;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    float* values = tile + r * PANEL_COLUMNS;
+    const int64_t row = first_row + r;
+    for (int i = 0; i < PANEL_COLUMNS; i += LANES) {
+      vfloat v = load(values + i);
+      if (weights.dtype == Dtype::int8) {
+        vint sums = load_as<vint>(values + i);
+        if (call.encoding == Encoding::uint8) sums -= load_as<vint>(weights.column_sum + first + i) * 128;
+        v = __builtin_convertvector(sums, vfloat) * splat(call.activations.scale[row]) * load(weights.scale + first + i);
+      }
+      if (weights.bias != nullptr) v += load(weights.bias + first + i);
+      store(values + i, v);
+    }
+    if (plain) {
+      const int64_t count = weights.num_out - first < PANEL_COLUMNS ? weights.num_out - first : PANEL_COLUMNS;
+      store_row(output, output.out + row * output.stride + first, values, count);
+    } else {
+      silu_row(call, row, panel, values);
+    }
+  }
+}
+
+using MicroKernel = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, int64_t, float*, Prefetch);
+
+struct TileKernel {
+  MicroKernel kernel;
+  int num_blocks;  // 2: the whole panel in one call
+};
+
+// Kernels for 1 .. MAX_TILE_ROWS rows. A count without a kernel of its own runs the next larger one.
+template <class Product>
+TileKernel tile_kernel(int64_t num_rows) {
+#if REMORA_VECTOR_BYTES == 64
+  if (num_rows == 1) return {micro_kernel<Product, 1, 2>, 2};
+  if (num_rows == 2) return {micro_kernel<Product, 2, 2>, 2};
+  if (num_rows <= 4) return {micro_kernel<Product, 4, 2>, 2};
+  if (num_rows <= 8) return {micro_kernel<Product, 8, 2>, 2};
+  return {micro_kernel<Product, 12, 2>, 2};
+#elif REMORA_VECTOR_BYTES == 32
+  switch (num_rows) {
+    case 1: return {micro_kernel<Product, 1, 2>, 2};
+    case 2: return {micro_kernel<Product, 2, 2>, 2};
+    case 3: return {micro_kernel<Product, 3, 2>, 2};
+    case 4: return {micro_kernel<Product, 4, 1>, 1};
+    case 5: return {micro_kernel<Product, 5, 1>, 1};
+    default: return {micro_kernel<Product, 6, 1>, 1};
+  }
+#else
+  if (num_rows == 1) return {micro_kernel<Product, 1, 1>, 1};
+  return {micro_kernel<Product, 2, 1>, 1};
+#endif
+}
+
+template <class Product>
+void linear_vectors(const Call& call, Range panels) {
+  const PackedLinear& weights = call.weights;
+  const int64_t block_bytes = weights.panel_bytes() / 2, lines = block_bytes / LINE_BYTES;
+  const int64_t resident = RESIDENT_BYTES / call.activations.stride;
+  const int64_t block_rows = resident < MAX_TILE_ROWS ? MAX_TILE_ROWS : resident / MAX_TILE_ROWS * MAX_TILE_ROWS;
+  alignas(64) float tile[MAX_TILE_ROWS * PANEL_COLUMNS];
+  for (int64_t begin = 0; begin < call.num_rows; begin += block_rows) {
+    const int64_t count = call.num_rows - begin < block_rows ? call.num_rows - begin : block_rows;
+    const int64_t num_tiles = (count + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      const uint8_t* block = weights.data + panel * weights.panel_bytes();
+      for (int64_t t = 0; t < num_tiles; ++t) {
+        const int64_t first = begin + count * t / num_tiles, end = begin + count * (t + 1) / num_tiles;
+        const TileKernel chosen = tile_kernel<Product>(end - first);
+        // One tile: stream ahead. Several: each fetches its part of the next panel while it reads this one from cache.
+        const int64_t calls = num_tiles * 2 / chosen.num_blocks;
+        Prefetch prefetch{block + STREAM_AHEAD_BYTES, chosen.num_blocks * LINE_BYTES};
+        if (calls > 1) prefetch = {block + weights.panel_bytes() * (calls + t) / calls, 2 * LINE_BYTES / calls};
+        for (int b = 0; b < 2; b += chosen.num_blocks)
+          chosen.kernel(call.row(first), call.activations.stride, block + b * block_bytes, block_bytes, lines,
+                        tile + b * BLOCK_COLUMNS, prefetch);
+        finish_tile(call, first, end - first, panel, tile);
+      }
+    }
+  }
+}
+
+#if REMORA_TILES
+// Tile registers: sums 0-3 (row half * 2 + block), activations 4 and 5 by row half, weights 6 and 7 by block.
+template <bool INT8, bool TWO_HALVES>
+void multiply_tiles(const Call& call, const uint8_t* first_row, const uint8_t* block, int64_t block_bytes, float* tile) {
+  const int64_t stride = call.activations.stride;
+  const uint8_t* second_row = first_row + 16 * stride;
+  tile_zero<0>();
+  tile_zero<1>();
+  if (TWO_HALVES) tile_zero<2>(), tile_zero<3>();
+  for (int64_t at = 0, column = 0; at < block_bytes; at += 1024, column += 64) {
+    __builtin_prefetch(block + at + STREAM_AHEAD_BYTES);
+    __builtin_prefetch(block + block_bytes + at + STREAM_AHEAD_BYTES);
+    tile_load<4>(first_row + column, stride);
+    tile_load<6>(block + at, 64);
+    tile_load<7>(block + block_bytes + at, 64);
+    if (INT8) dot_int8<0, 4, 6>(), dot_int8<1, 4, 7>();
+    else dot_bf16<0, 4, 6>(), dot_bf16<1, 4, 7>();
+    if (TWO_HALVES) {
+      tile_load<5>(second_row + column, stride);
+      if (INT8) dot_int8<2, 5, 6>(), dot_int8<3, 5, 7>();
+      else dot_bf16<2, 5, 6>(), dot_bf16<3, 5, 7>();
+    }
+  }
+  constexpr int64_t ROW_BYTES = PANEL_COLUMNS * 4;
+  tile_store<0>(tile, ROW_BYTES);
+  tile_store<1>(tile + BLOCK_COLUMNS, ROW_BYTES);
+  if (TWO_HALVES) {
+    tile_store<2>(tile + 16 * PANEL_COLUMNS, ROW_BYTES);
+    tile_store<3>(tile + 16 * PANEL_COLUMNS + BLOCK_COLUMNS, ROW_BYTES);
+  }
+}
+
+template <bool INT8>
+void linear_tiles(const Call& call, Range panels) {
+  const PackedLinear& weights = call.weights;
+  const int64_t resident = RESIDENT_BYTES / call.activations.stride / 32 * 32;
+  const int64_t block_rows = resident < 32 ? 32 : resident;
+  // Up to 32 rows, tiles are as high as the rows there are; beyond, the last tile computes spare rows.
+  const int64_t low = call.num_rows < 16 ? call.num_rows : 16;
+  const int64_t high = call.num_rows >= 32 || call.num_rows <= 16 ? 16 : call.num_rows - 16;
+  TileConfig config;
+  for (const int tile : {0, 1, 4}) config.set(tile, static_cast<int>(low), 64);
+  for (const int tile : {2, 3, 5}) config.set(tile, static_cast<int>(high), 64);
+  for (const int tile : {6, 7}) config.set(tile, 16, 64);
+  tile_configure(config);
+  alignas(64) float tile[32 * PANEL_COLUMNS];
+  for (int64_t begin = 0; begin < call.num_rows; begin += block_rows) {
+    const int64_t end = call.num_rows - begin < block_rows ? call.num_rows : begin + block_rows;
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      const uint8_t* block = weights.data + panel * weights.panel_bytes();
+      for (int64_t first = begin; first < end; first += 32) {
+        const int64_t count = end - first < 32 ? end - first : 32;
+        if (count <= 16) multiply_tiles<INT8, false>(call, call.row(first), block, weights.panel_bytes() / 2, tile);
+        else multiply_tiles<INT8, true>(call, call.row(first), block, weights.panel_bytes() / 2, tile);
+        finish_tile(call, first, count, panel, tile);
+      }
+    }
+  }
+  tile_release();
+}
+#endif
+
+}  // namespace
+
+int64_t activation_stride(Dtype weights, int64_t num_in) {
+  const int64_t bytes = round_up(num_in, k_unit(weights)) * encoded_bytes(encoding_of(weights));
+  return round_up(bytes, 64) | 64;
+}
+
+void encode_row(Dtype weights, const float* x, int64_t num_in, const Activations& activations, int64_t row) {
+  const Encoding encoding = encoding_of(weights);
+  const int64_t bytes = encoded_bytes(encoding);
+  uint8_t* out = activations.data + row * activations.stride;
+  const int64_t whole = round_up(num_in, LANES);
+  if (weights == Dtype::int8) encode_int8(encoding, x, num_in, out, activations.scale + row);
+  else for_each_vector(x, num_in, [&](int64_t k, vfloat v) { store_encoded(encoding, out, k, v); });
+  // Zero weights stand beyond num_in: any finite activation will do, and stale bytes may not be finite.
+  if (whole * bytes < activations.stride)
+    __builtin_memset(out + whole * bytes, 0, static_cast<size_t>(activations.stride - whole * bytes));
+}
+
+void linear(Team& team, const PackedLinear& weights, const Activations& activations, int64_t num_rows,
+            const LinearOutput& output) {
+  const Call call{weights, activations, output, num_rows, encoding_of(weights.dtype)};
+  const Range panels = team.share(weights.padded_out / PANEL_COLUMNS);
+  if (num_rows == 0 || panels.begin == panels.end) return;
+  if (weights.dtype == Dtype::fp32) return linear_vectors<ProductFp32>(call, panels);
+#if REMORA_TILES
+  if (weights.dtype == Dtype::bf16) return linear_tiles<false>(call, panels);
+  return linear_tiles<true>(call, panels);
+#else
+#if REMORA_DPBF16
+  if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Pairs>(call, panels);
+#else
+  if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Wide>(call, panels);
+#endif
+  return linear_vectors<ProductInt8>(call, panels);
+#endif
+}
+
+}  // namespace remora::REMORA_LEVEL

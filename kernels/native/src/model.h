@@ -1,0 +1,71 @@
+// A decoder of the Llama family with packed weights, and the memory that its steps use. Level-independent.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention_plan.h"
+#include "linear.h"
+#include "packing.h"
+#include "step_work.h"
+#include "threads.h"
+
+namespace remora {
+
+// Tensors that are set one by one; those of a layer in this order.
+enum class WeightKind : int32_t {
+  embed, lm_head, final_norm, rope_inv_freq,
+  input_norm, qkv, qkv_bias, q_norm, k_norm, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias,
+  count
+};
+
+class Model {
+ public:
+  explicit Model(const Shape& shape);  // throws std::bad_alloc; std::invalid_argument names what does not fit
+
+  // Packs a tensor on all threads; the caller may drop it afterwards. Throws std::invalid_argument.
+  void set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer, const Source& source);
+  // Throws std::invalid_argument naming the first weight that was never set.
+  void check_complete();
+  // cos and sin for positions [0, count), grown by doubling.
+  void extend_rope(int64_t count);
+  EmbedTable embed_table() const;
+
+  const Shape shape;
+  std::vector<LayerWeights> layers;
+  PackedLinear head;
+  float* final_norm = nullptr;
+  std::vector<float> rope_cos, rope_sin;  // [position][head_dim / 2]
+  int64_t weight_bytes() const { return store_->used_bytes(); }
+
+ private:
+  bool expects(WeightKind kind) const;
+  char& seen(WeightKind kind, int32_t layer);
+
+  std::unique_ptr<WeightStore> store_;
+  uint8_t* embed_rows_ = nullptr;  // [vocab_size][hidden_size], bf16 or fp32, unless embeds_from_head()
+  Dtype embed_dtype_;
+  std::vector<float> rope_inv_freq_;
+  std::vector<char> set_;
+};
+
+// 64-byte aligned memory that grows and is never initialised.
+class Buffer {
+ public:
+  ~Buffer();
+  void reserve(int64_t bytes);  // throws std::bad_alloc; the content is lost when it grows
+  uint8_t* bytes() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+
+ private:
+  uint8_t* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Where steps work (StepWork says on what); kept between steps.
+struct Workspace {
+  Buffer hidden, qkv, attended, inner, row_values, first, second, first_scale, second_scale, logits;
+  AttentionPlan plan;
+};
+
+}  // namespace remora
