@@ -23,9 +23,10 @@ LIBRARY_NAME = "_remora_cpu.so"
 EMULATED_LIBRARY_NAME = "_remora_cpu_emulated.so"
 
 COMMON_FLAGS = (
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-strict-aliasing -pthread "
-    "-Wall -Wextra -Wno-psabi"
-).split()
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"),
+    # Every variant of a kernel must round alike: products are fused only where the source says so.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"),
+)
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc")
 #: Compiled once; every other source is a level file.
 SHARED_SOURCES = frozenset({"api", "attention_plan", "decoder", "dispatch", "model", "packing", "threads"})
@@ -120,6 +121,12 @@ def build(output: Path, *, emulate: bool = False, jobs: int | None = None) -> Pa
         _run([compiler, *LINK_FLAGS, *objects, "-o", str(linked)])
         linked.replace(output)
     return output
+
+
+def is_stale(output: Path) -> bool:
+    """Whether `output` is missing or older than a source."""
+    sources = [Path(__file__), *SOURCE_DIR.iterdir()]
+    return not output.exists() or output.stat().st_mtime < max(source.stat().st_mtime for source in sources)
 
 
 def _run(command: list[str]) -> None:

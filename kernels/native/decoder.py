@@ -1,0 +1,189 @@
+"""The decoder in native CPU code: one C call a step. Shapes: T tokens of the step, R rows with logits, V vocabulary."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from remora.kernels.base import DecoderShape, KVMemory, Weights
+from remora.kernels.batch import StepBatch
+from remora.kernels.native.library import (
+    DTYPES,
+    LEVELS,
+    WEIGHT_KINDS,
+    ArenaStruct,
+    ShapeStruct,
+    StepStruct,
+    load_library,
+)
+from remora.namespaces.geometry import KVGeometry
+from remora.platform.base.errors import KernelError
+
+_TORCH_DTYPES = {torch.float32: DTYPES["fp32"], torch.bfloat16: DTYPES["bf16"]}
+
+
+def worker_cores(num_threads: int) -> list[int]:
+    """Cores for all threads but the caller's, a core each; -1 (any) where there are fewer cores than threads."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < num_threads:
+        return [-1] * (num_threads - 1)
+    return cores[1:num_threads]
+
+
+class NativeDecoder:
+    """kernels.base.Decoder in C++. Packs the weights at construction and keeps no reference to the tensors.
+
+    Threads sleep between steps; the thread that calls `forward` is one of them.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        weights: Weights,
+        geometry: KVGeometry,
+        num_threads: int,
+        *,
+        level: str | None = None,
+    ) -> None:
+        """`level` forces an instruction-set level; None takes the best, or what REMORA_NATIVE_ISA names.
+
+        Raises KernelError when geometry or weights do not fit the shape, or a size is not served.
+        """
+        self._library = load_library()
+        self._functions = self._library.functions
+        self._shape, self._geometry = shape, geometry
+        self._arena = _arena_struct(shape, geometry)
+        self._step = StepStruct()
+        cores = worker_cores(num_threads)
+        self._handle = self._functions.remora_decoder_create(
+            ctypes.byref(_shape_struct(shape, tied_head="lm_head" not in weights)),
+            self._library.level_number(level),
+            num_threads,
+            (ctypes.c_int32 * len(cores))(*cores),
+        )
+        if not self._handle:
+            raise self._library.error()
+        self._finalizer = weakref.finalize(self, self._functions.remora_decoder_destroy, self._handle)
+        for name, tensor in weights.items():
+            self._set_weight(name, tensor)
+        self._library.check(self._functions.remora_decoder_finish(self._handle))
+
+    @property
+    def batch_invariant(self) -> bool:
+        return True
+
+    @property
+    def level(self) -> str:
+        """Instruction-set level in use."""
+        return LEVELS[self._functions.remora_decoder_level(self._handle)]
+
+    @property
+    def name(self) -> str:
+        return f"native-{self.level}-{self._shape.weights}"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the packed weights."""
+        return int(self._functions.remora_decoder_weight_bytes(self._handle))
+
+    def _set_weight(self, name: str, tensor: torch.Tensor) -> None:
+        *prefix, kind = name.split(".")
+        layer = int(prefix[1]) if len(prefix) == 2 and prefix[0] == "layers" and prefix[1].isdecimal() else -1
+        if kind not in WEIGHT_KINDS or (prefix and layer < 0):
+            raise KernelError(f"weight {name} is not a weight of this decoder")
+        source = tensor.detach()
+        if source.dtype not in _TORCH_DTYPES:
+            source = source.to(torch.float32)
+        source = source.contiguous()
+        rows = source.shape[0] if source.ndim == 2 else 1
+        self._library.check(
+            self._functions.remora_decoder_set_weight(
+                self._handle,
+                WEIGHT_KINDS.index(kind),
+                layer,
+                source.data_ptr(),
+                _TORCH_DTYPES[source.dtype],
+                rows,
+                source.shape[-1],
+            )
+        )
+
+    def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
+        """Stores the step's K/V in `memory` and returns logits_RV, valid until the next call.
+
+        Raises KernelError, before anything is written, for a block index outside the memory, a token outside the
+        vocabulary or a geometry that does not fit the shape.
+        """
+        if memory.geometry != self._geometry:
+            raise KernelError(f"memory of geometry {memory.geometry}, decoder of {self._geometry}")
+        self._point_at(batch, memory.data)
+        logits = self._functions.remora_decoder_run(self._handle, ctypes.byref(self._step), ctypes.byref(self._arena))
+        if not logits:
+            raise self._library.error()
+        values = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
+        return np.ctypeslib.as_array(values, shape=(batch.num_logit_rows, self._shape.vocab_size))
+
+    def _point_at(self, batch: StepBatch, data: NDArray[np.uint8]) -> None:
+        step = self._step
+        step.token_ids = batch.token_ids_T.ctypes.data
+        step.positions = batch.positions_T.ctypes.data
+        step.query_start = batch.query_start_S.ctypes.data
+        step.context_len = batch.context_len_S.ctypes.data
+        step.block_table = batch.block_table_SB.ctypes.data
+        step.logit_rows = batch.logit_rows_R.ctypes.data
+        step.num_tokens = batch.num_tokens
+        step.num_sequences = batch.num_sequences
+        step.num_logit_rows = batch.num_logit_rows
+        step.table_stride = batch.block_table_SB.shape[1]
+        self._arena.data = data.ctypes.data
+        self._arena.data_bytes = data.nbytes
+
+
+def _shape_struct(shape: DecoderShape, *, tied_head: bool) -> ShapeStruct:
+    scale = shape.head_dim**-0.5 if shape.attention_scale is None else shape.attention_scale
+    return ShapeStruct(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        qk_norm=shape.qk_norm,
+        qkv_bias=shape.qkv_bias,
+        output_bias=shape.output_bias,
+        mlp_bias=shape.mlp_bias,
+        tied_head=tied_head,
+        weights=DTYPES[shape.weights],
+        head_weights=DTYPES[shape.weights],
+        rms_norm_eps=shape.rms_norm_eps,
+        attention_scale=scale,
+        rope_attention_factor=shape.rope_attention_factor,
+    )
+
+
+def _arena_struct(shape: DecoderShape, geometry: KVGeometry) -> ArenaStruct:
+    """The part of the arena that stays the same. Raises KernelError when the geometry does not fit the shape."""
+    if len(geometry.groups) != 1:
+        raise KernelError(f"{len(geometry.groups)} layer groups: only one group of full attention is served")
+    group = geometry.groups[0]
+    if group.k_precision != group.v_precision or group.k_precision not in ("fp32", "bf16"):
+        raise KernelError(
+            f"KV precision K={group.k_precision}, V={group.v_precision}: served are fp32 and bf16, K and V alike"
+        )
+    fits = (group.num_layers, group.num_kv_heads, group.head_dim)
+    if fits != (shape.num_layers, shape.num_kv_heads, shape.head_dim):
+        raise KernelError(f"KV geometry {geometry} does not fit {shape}")
+    return ArenaStruct(
+        block_bytes=geometry.block_bytes,
+        num_layers=group.num_layers,
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        block_tokens=geometry.block_tokens,
+        kv_dtype=DTYPES[group.k_precision],
+    )
