@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from remora.deployments.engine.messages import TokenDelta
-from remora.deployments.models.detokenizer import Pieces
 from remora.kernels.base import Decoder
 from remora.platform.base.ids import BlockHash, NamespaceId, RouterId
 
@@ -17,14 +17,21 @@ from remora.platform.base.ids import BlockHash, NamespaceId, RouterId
 EmitDeltas = Callable[[RouterId, tuple[TokenDelta, ...]], None]
 
 
+class Detokenizer(Protocol):
+    """One sequence's output as text (deployments/models/detokenizer.py: IncrementalDetokenizer)."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
 class EngineTokenizer(Protocol):
     """What the engine needs of a tokenizer (deployments/models/tokenizer.py: ChatTokenizer)."""
 
-    @property
-    def pieces(self) -> Pieces: ...
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer: ...
 
-    def to_json(self) -> str:
-        """Hugging Face `tokenizer.json` text, for the grammar engine."""
+    def grammar_tokenizer(self, num_logits: int) -> Any:
+        """The llguidance.LLTokenizer for masks of `num_logits` bits."""
         ...
 
 
@@ -60,6 +67,8 @@ class EngineNamespace:
     weight: float = 1.0
 
 
+#: Called once, when the lease is lost: nothing may run or leave any more and the replica must restart.
+OnFenced = Callable[[str], None]
 #: Looks a namespace up; raises NotFound, which ends the request and not the engine.
 FindNamespace = Callable[[NamespaceId], EngineNamespace]
 
@@ -110,12 +119,7 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        index = 0
-        for bound in self.bounds:
-            if value <= bound:
-                break
-            index += 1
-        self.counts[index] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def stats(self) -> HistogramStats:

@@ -1,0 +1,266 @@
+"""The engine that a replica runs: one thread that turns requests into deltas, step by step.
+
+Other threads only put things into the inbox (`submit`, `cancel`, the pool's answers and events); all state belongs to
+the engine's thread, which looks at the inbox between steps. One step:
+
+    inbox ─► deadlines ─► admissions ─► plan ─► forward pass (step lock) ─► may_emit? ─► sample ─► commit ─► emit
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from remora.cache_actors.port import EngineCommand, PoolPort, StepGate
+from remora.deployments.engine.base import (
+    EmitDeltas,
+    EngineConfig,
+    EngineModel,
+    EngineStats,
+    FindNamespace,
+    OnFenced,
+)
+from remora.deployments.engine.messages import GenerationRequest
+from remora.deployments.engine.request_book import RequestBook
+from remora.deployments.engine.scheduler import Scheduled, Scheduler
+from remora.deployments.engine.sequence import Phase
+from remora.deployments.engine.step_runner import StepRunner
+from remora.kernels.base import KVMemory
+from remora.namespaces.commands import AnyAnswer, AnyEvent
+from remora.platform.base.clock import Clock
+from remora.platform.base.errors import RemoraError, Unavailable
+from remora.platform.base.ids import RequestId
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs one model's sequences in the memory that a pool lends.
+
+    Either `start` gives it a thread, or the caller makes its steps (tests); never both.
+    """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        memory: KVMemory,
+        pool: PoolPort,
+        gate: StepGate,
+        clock: Clock,
+        emit: EmitDeltas,
+        *,
+        find_namespace: FindNamespace,
+        config: EngineConfig | None = None,
+        on_fenced: OnFenced | None = None,
+    ) -> None:
+        """Binds itself to the pool's answers and events. `emit` and `on_fenced` are called in the engine's thread."""
+        self._config = config if config is not None else EngineConfig()
+        self._pool = pool
+        self._clock = clock
+        self._emit_deltas = emit
+        self._on_fenced = on_fenced
+        self._scheduler = Scheduler(self._config)
+        self._runner = StepRunner(model, memory, gate, self._config)
+        self._book = RequestBook(
+            model,
+            pool,
+            self._scheduler,
+            self._runner.grammar_worker,
+            self._config,
+            block_tokens=memory.geometry.block_tokens,
+            find_namespace=find_namespace,
+            post=self._post,
+            fence=self._fence,
+        )
+        self._name = model.name
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._is_fenced = False
+        pool.bind(self._on_answer, self._on_event)
+
+    # ---- from any thread
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Takes a request; everything that comes of it, errors included, leaves as deltas.
+
+        A request with the id of a live one replaces it, without a word about the old one.
+        """
+        self._post(lambda: self._book.submit(request, self._clock.now_s()))
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Ends a request within one step, wherever it is; its blocks go back. Unknown ids are ignored."""
+        self._post(lambda: self._book.cancel(request_id))
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of now."""
+        sequences = [sequence for live in list(self._book.live.values()) for sequence in live.sequences]
+        phases = Counter(sequence.phase for sequence in sequences)
+        return self._book.counters.stats(
+            num_running=phases[Phase.RUNNING],
+            num_waiting=len(sequences) - phases[Phase.RUNNING] - phases[Phase.FINISHED],
+            num_parked=phases[Phase.PARKED],
+            num_published_blocks=self._book.link.num_published_blocks,
+            is_fenced=self._is_fenced,
+        )
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens of all live choices, for the router's load view."""
+        return self._book.counters.load_tokens
+
+    def start(self) -> None:
+        """Gives the engine its thread."""
+        if self._thread is not None:
+            raise RuntimeError("the engine has been started already")
+        self._thread = threading.Thread(target=self._run, name=f"engine-{self._name}", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends what is live with an error that invites to try elsewhere, gives blocks back and ends the thread."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise RuntimeError(f"the engine's thread did not end within {timeout_s:g} s")
+            self._thread = None
+        self._end_all(Unavailable(f"The replica of {self._name!r} is stopping; send the request again."))
+        self._runner.close()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self._wake.set()
+
+    def _on_answer(self, command: EngineCommand, answer: AnyAnswer) -> None:
+        self._post(lambda: self._book.link.handle_answer(command, answer, self._clock.now_s()))
+
+    def _on_event(self, event: AnyEvent) -> None:
+        self._post(lambda: self._book.link.handle_event(event))
+
+    # ---- the engine's thread
+
+    def step(self) -> bool:
+        """Does whatever can be done now, at most one forward pass. False if there was nothing to compute."""
+        if self._is_fenced:
+            self._inbox.clear()
+            return False
+        started_s = time.perf_counter()
+        book, scheduler = self._book, self._scheduler
+        book.has_preempted = False
+        self._read_inbox()
+        now_s = self._clock.now_s()
+        book.expire(now_s)
+        book.release_followers()
+        # Memory that a preemption freed is for those who lacked it, not for newcomers.
+        if not book.has_preempted:
+            book.admit(now_s)
+        book.link.ask_for_blocks(scheduler.running, now_s)
+        book.link.flush()
+        # A pool in this process has answered by now.
+        self._read_inbox()
+        plan = [] if self._is_fenced else scheduler.plan_step()
+        forward_s = self._compute(plan) if plan else 0.0
+        if self._is_fenced:
+            return False
+        book.link.publish(scheduler.running, self._clock.now_s())
+        book.link.flush()
+        self._emit()
+        if not plan:
+            if self._config.debug and not self._inbox:
+                self.check_integrity()
+            return False
+        step_s = time.perf_counter() - started_s
+        book.counters.num_steps += 1
+        book.counters.step_s.observe(step_s)
+        book.counters.step_overhead_s.observe(step_s - forward_s)
+        return True
+
+    def _read_inbox(self) -> None:
+        self._wake.clear()
+        while self._inbox and not self._is_fenced:
+            self._inbox.popleft()()
+
+    def _compute(self, plan: list[Scheduled]) -> float:
+        """Forward pass, sampling and commit; returns the seconds of the pass, its turn included."""
+        book = self._book
+        computed = self._runner.compute(plan)
+        if not self._pool.may_emit():
+            self._fence("the lease's generation or the pool's incarnation has changed")
+            return computed.forward_s
+        if computed.failed:
+            book.counters.num_failed_steps += 1
+        for sequence, error in computed.failed:
+            book.fail(sequence, error)
+        for sequence, num_tokens in computed.plan:
+            is_output = sequence.num_computed_tokens >= sequence.num_prompt_tokens
+            sequence.num_computed_tokens += num_tokens
+            sequence.spans.stepped()
+            if not is_output:
+                book.counters.num_prompt_tokens += num_tokens
+            self._scheduler.waiting.charge(sequence, num_tokens, is_output=is_output)
+        now_s = self._clock.now_s()
+        for sequence, sampled in self._runner.sample(computed):
+            try:
+                book.commit(sequence, sampled, now_s)
+            except RemoraError as error:
+                book.fail(sequence, error)
+        return computed.forward_s
+
+    def _emit(self) -> None:
+        if not self._book.outbox:
+            return
+        if not self._pool.may_emit():
+            self._fence("the lease's generation or the pool's incarnation has changed")
+            return
+        for router_id, deltas in self._book.outbox.take():
+            self._emit_deltas(router_id, deltas)
+
+    def _fence(self, reason: str) -> None:
+        """The memory is no longer ours: whatever was computed in it is worth nothing, and nothing leaves any more."""
+        if self._is_fenced:
+            return
+        self._is_fenced = True
+        _log.error("engine of %s is fenced: %s", self._name, reason)
+        if self._on_fenced is not None:
+            self._on_fenced(reason)
+
+    def _end_all(self, error: RemoraError) -> None:
+        if self._is_fenced:
+            return
+        self._read_inbox()
+        for live in list(self._book.live.values()):
+            self._book.end(live, error)
+        self._book.link.flush()
+        self._emit()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                has_computed = self.step()
+            except Exception as error:
+                _log.exception("a step of the engine of %s failed; its requests end", self._name)
+                self._recover(error)
+                has_computed = True
+            if not has_computed and not self._inbox:
+                # Running sequences without work wait for blocks.
+                waits = self._config.extend_retry_s if self._scheduler.running else self._config.idle_wait_s
+                self._wake.wait(waits)
+
+    def _recover(self, error: Exception) -> None:
+        """Ends what is live after a bug, so that the next requests find a working engine; if that fails too, fences."""
+        self._book.counters.num_failed_steps += 1
+        try:
+            self._end_all(RemoraError(f"The engine failed: {type(error).__name__}: {error}"))
+            self.check_integrity()
+        except Exception as second_error:
+            _log.exception("the engine of %s cannot be brought back to order", self._name)
+            self._fence(f"{type(second_error).__name__}: {second_error}")
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when an invariant of the engine's state does not hold. Between steps only."""
+        self._book.check_integrity()

@@ -1,0 +1,53 @@
+"""What an engine counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from remora.deployments.engine.base import EngineStats, Histogram
+
+_STEP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_WAIT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+
+
+class EngineCounters:
+    """Written by the engine's thread; a reader elsewhere sees each number whole, if not all of the same moment."""
+
+    def __init__(self) -> None:
+        self.load_tokens = 0
+        self.num_requests = 0
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
+        self.step_s = Histogram(_STEP_BOUNDS_S)
+        self.step_overhead_s = Histogram(_STEP_BOUNDS_S)
+        self.time_to_first_token_s = Histogram(_WAIT_BOUNDS_S)
+        self.inter_token_s = Histogram(_WAIT_BOUNDS_S)
+
+    def stats(
+        self, *, num_running: int, num_waiting: int, num_parked: int, num_published_blocks: int, is_fenced: bool
+    ) -> EngineStats:
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_parked=num_parked,
+            load_tokens=self.load_tokens,
+            num_requests=self.num_requests,
+            num_steps=self.num_steps,
+            num_failed_steps=self.num_failed_steps,
+            num_preemptions=self.num_preemptions,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_published_blocks=num_published_blocks,
+            num_finished=dict(self.num_finished),
+            is_fenced=is_fenced,
+            step_s=self.step_s.stats(),
+            step_overhead_s=self.step_overhead_s.stats(),
+            time_to_first_token_s=self.time_to_first_token_s.stats(),
+            inter_token_s=self.inter_token_s.stats(),
+        )

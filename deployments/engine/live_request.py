@@ -1,0 +1,56 @@
+"""A request while it lives in the engine: what its choices share."""
+
+from __future__ import annotations
+
+import time
+
+from remora.deployments.engine.base import EngineModel, EngineNamespace
+from remora.deployments.engine.draws import seed_of_request
+from remora.deployments.engine.messages import GenerationRequest
+from remora.deployments.engine.output import OutputText
+from remora.deployments.engine.sequence import Sequence
+
+
+class LiveRequest:
+    """A request and its choices. One computes the prompt; the others wait for its blocks."""
+
+    def __init__(self, request: GenerationRequest, namespace: EngineNamespace, now_s: float) -> None:
+        self.request = request
+        self.namespace = namespace
+        self.sequences: list[Sequence] = []
+        self.submitted_s = now_s
+        self.submitted_unix_ns = time.time_ns()
+        self.deadline_s = now_s + request.queue_timeout_s
+        #: The choice that computes the prompt.
+        self.lead: Sequence | None = None
+        #: Prompt tokens that the lead found in the cache. Set when it is admitted for the first time: from then on
+        #: there is no deadline.
+        self.num_cached_tokens: int | None = None
+
+    @property
+    def has_started(self) -> bool:
+        return self.num_cached_tokens is not None
+
+
+def make_sequences(live: LiveRequest, model: EngineModel, *, max_tokens: int, block_tokens: int) -> list[Sequence]:
+    """One sequence for each choice of a checked request."""
+    request = live.request
+    sampling = request.sampling
+    seed = sampling.seed if sampling.seed is not None else seed_of_request(request.request_id)
+    return [
+        Sequence(
+            live,
+            choice_index,
+            output=OutputText(
+                model.tokenizer.detokenizer(request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens),
+                sampling,
+                eos_token_ids=model.eos_token_ids,
+                max_tokens=max_tokens,
+            ),
+            eos_token_ids=tuple(model.eos_token_ids),
+            seed=seed,
+            max_tokens=max_tokens,
+            block_tokens=block_tokens,
+        )
+        for choice_index in range(request.num_choices)
+    ]

@@ -1,0 +1,325 @@
+"""The requests an engine works on, and what happens to each: begin, admission, tokens, preemption, end."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from remora.cache_actors.port import PoolPort
+from remora.deployments.engine.base import EngineConfig, EngineModel, FindNamespace
+from remora.deployments.engine.engine_stats import EngineCounters
+from remora.deployments.engine.grammar import GrammarMatcher, GrammarWorker
+from remora.deployments.engine.live_request import LiveRequest, make_sequences
+from remora.deployments.engine.messages import FinishReason, GenerationRequest
+from remora.deployments.engine.output import Outbox, error_delta, token_delta
+from remora.deployments.engine.pool_link import PoolLink
+from remora.deployments.engine.request_check import check_request
+from remora.deployments.engine.sampler import Sampled
+from remora.deployments.engine.scheduler import Scheduler
+from remora.deployments.engine.sequence import Phase, Sequence
+from remora.namespaces.commands import Admitted, OverQuota, Refused
+from remora.platform.base import errors
+from remora.platform.base.errors import IntegrityError, KernelError, PoolError, RemoraError
+from remora.platform.base.ids import RequestId
+
+_log = logging.getLogger(__name__)
+
+#: When a request that found no memory in time may try again; and one that can never fit.
+_RETRY_AFTER_S = 2.0
+_RETRY_AFTER_NEVER_FITS_S = 60.0
+
+
+class RequestBook:
+    """Engine thread only. Listens to the pool (pool_link.PoolListener)."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        pool: PoolPort,
+        scheduler: Scheduler,
+        grammar_worker: GrammarWorker,
+        config: EngineConfig,
+        *,
+        block_tokens: int,
+        find_namespace: FindNamespace,
+        post: Callable[[Callable[[], None]], None],
+        fence: Callable[[str], None],
+    ) -> None:
+        """`post` runs a function in the engine's thread before its next step; `fence` stops the engine for good."""
+        self._model = model
+        self._scheduler = scheduler
+        self._grammar_worker = grammar_worker
+        self._block_tokens = block_tokens
+        self._find_namespace = find_namespace
+        self._post = post
+        self._fence = fence
+        self.link = PoolLink(pool, self, config)
+        self.counters = EngineCounters()
+        self.outbox = Outbox()
+        self.live: dict[RequestId, LiveRequest] = {}
+        #: Requests whose further choices wait for the first one's prompt.
+        self._expecting: list[LiveRequest] = []
+        self._deadlines: list[tuple[float, int, LiveRequest]] = []
+        self._deadline_numbers = itertools.count()
+        #: Set by a preemption; the engine clears it each step.
+        self.has_preempted = False
+
+    # ---- begin
+
+    def submit(self, request: GenerationRequest, now_s: float) -> None:
+        """Takes a request in, or answers why it cannot be served. A request with a known id replaces the old one."""
+        self.counters.num_requests += 1
+        if (old := self.live.pop(request.request_id, None)) is not None:
+            for sequence in old.sequences:
+                self._retire(sequence)
+        try:
+            max_tokens = check_request(request, self._model)
+            live = LiveRequest(request, self._find_namespace(request.namespace_id), now_s)
+            live.sequences = make_sequences(live, self._model, max_tokens=max_tokens, block_tokens=self._block_tokens)
+        except RemoraError as error:
+            for choice_index in range(min(max(1, request.num_choices), 128)):
+                self.outbox.add(request.router_id, error_delta(request, choice_index, 0, error))
+                self.counters.num_finished["error"] += 1
+            return
+        self.live[request.request_id] = live
+        heapq.heappush(self._deadlines, (live.deadline_s, next(self._deadline_numbers), live))
+        for sequence in live.sequences:
+            self.counters.load_tokens += sequence.num_tokens
+            self._scheduler.waiting.open(sequence.namespace_id)
+        if request.grammar is not None:
+            future = self._grammar_worker.compile(request.grammar)
+            future.add_done_callback(lambda done: self._post(lambda: self._compiled(live, done)))
+        else:
+            self._begin(live)
+
+    def _compiled(self, live: LiveRequest, future: Future[GrammarMatcher]) -> None:
+        if self.live.get(live.request.request_id) is not live or future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            self.end(live, error)
+            return
+        for sequence in live.sequences:
+            sequence.grammar = future.result().copy()
+            sequence.update_bans()
+        self._begin(live)
+
+    def _begin(self, live: LiveRequest) -> None:
+        """Goes behind what clients already have, and queues the first choice that is not at its end."""
+        for sequence, token_ids in zip(live.sequences, live.request.output_token_ids, strict=False):
+            self.counters.load_tokens += len(token_ids)
+            try:
+                ended = sequence.replay(token_ids)
+            except RemoraError as error:
+                self.fail(sequence, error)
+                continue
+            if ended is not None:
+                self._finish(sequence, ended.finish_reason or "stop", stop_reason=ended.stop_reason)
+        self._promote(live)
+
+    def _promote(self, live: LiveRequest) -> None:
+        """Queues a request's first held choice; the others wait until its prompt can be found in the cache."""
+        held = [sequence for sequence in live.sequences if sequence.phase is Phase.HELD]
+        if held:
+            live.lead = held[0]
+            self._scheduler.enqueue(held[0])
+        if len(held) > 1:
+            self._expecting.append(live)
+
+    def release_followers(self) -> None:
+        """Queues the further choices of requests whose prompt is computed and published."""
+        if not self._expecting:
+            return
+        expecting, self._expecting = self._expecting, []
+        for live in expecting:
+            lead = live.lead
+            assert lead is not None
+            if lead.finish_reason in ("abort", "error"):
+                self._promote(live)
+            elif lead.phase is Phase.FINISHED or lead.is_prompt_published:
+                for sequence in live.sequences:
+                    if sequence.phase is Phase.HELD:
+                        self._scheduler.enqueue(sequence)
+            else:
+                self._expecting.append(live)
+
+    # ---- admission
+
+    def admit(self, now_s: float) -> None:
+        """Asks the pool for the next sequences, as many as there are places in the batch."""
+        while (sequence := self._scheduler.next_to_admit()) is not None:
+            self._scheduler.set_admitting(sequence)
+            sequence.spans.asked()
+            deadline_s = None if sequence.live.has_started else sequence.live.deadline_s
+            self.link.admit(sequence, deadline_s)
+
+    def expire(self, now_s: float) -> None:
+        """Ends requests that have not started by their deadline."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            live = heapq.heappop(self._deadlines)[2]
+            if not live.has_started and self.live.get(live.request.request_id) is live:
+                self.end(
+                    live,
+                    errors.OverQuota(
+                        f"Namespace {live.request.namespace_id!r} had no memory or no place for this request within "
+                        f"{live.request.queue_timeout_s:g} s; try again later.",
+                        retry_after_s=_RETRY_AFTER_S,
+                    ),
+                )
+
+    def on_admitted(self, sequence: Sequence, admitted: Admitted) -> None:
+        self._scheduler.set_running(sequence)
+        try:
+            sequence.start_run(admitted.blocks, admitted.num_cached_blocks)
+        except IntegrityError as error:
+            self.fail(sequence, error)
+            return
+        live = sequence.live
+        num_cached = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        if live.num_cached_tokens is None:
+            live.num_cached_tokens = num_cached
+        self.counters.num_cached_tokens += num_cached
+        self._scheduler.hints.add(sequence.hashes[: admitted.num_cached_blocks])
+        sequence.spans.answered(sequence, "admitted", num_cached_tokens=num_cached)
+
+    def on_parked(self, sequence: Sequence) -> None:
+        self._scheduler.set_parked(sequence)
+
+    def on_over_quota(self, sequence: Sequence, answer: OverQuota) -> None:
+        sequence.spans.answered(sequence, "over_quota")
+        never_fits = answer.needed_bytes > answer.limit_bytes
+        error = errors.OverQuota(
+            f"Namespace {answer.namespace_id!r} cannot hold this request: {answer.reason} "
+            f"({answer.needed_bytes} bytes needed, limit {answer.limit_bytes}).",
+            retry_after_s=_RETRY_AFTER_NEVER_FITS_S if never_fits else _RETRY_AFTER_S,
+        )
+        if sequence.live.has_started:
+            self.fail(sequence, error)
+        else:
+            self.end(sequence.live, error)
+
+    def on_preempted(self, sequence: Sequence, reason: str) -> None:
+        """Gives the blocks back and queues the sequence again, with all its tokens."""
+        _log.debug("%s is preempted: %s", sequence.sequence_id, reason)
+        self.has_preempted = True
+        self.counters.num_preemptions += 1
+        sequence.num_preemptions += 1
+        self._scheduler.withdraw(sequence, Phase.HELD)
+        self.link.release(sequence)
+        self._scheduler.enqueue(sequence)
+
+    def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
+        self.fail(sequence, PoolError(f"{refused.error}: {refused.message}"))
+
+    def on_lease_lost(self, reason: str) -> None:
+        self._fence(reason)
+
+    # ---- tokens
+
+    def commit(self, sequence: Sequence, sampled: Sampled, now_s: float) -> None:
+        """Appends the sampled token, and ends the choice if that is its last."""
+        if sampled.error is not None:
+            self.fail(sequence, KernelError(sampled.error))
+            return
+        counters = self.counters
+        counters.load_tokens += 1
+        text, finish_reason, stop_reason = sequence.accept(sampled.token_id)
+        counters.num_output_tokens += 1
+        if sequence.last_token_s is None:
+            counters.time_to_first_token_s.observe(now_s - sequence.live.submitted_s)
+            sequence.spans.first_token(sequence)
+        else:
+            counters.inter_token_s.observe(now_s - sequence.last_token_s)
+        sequence.last_token_s = now_s
+        self._send(sequence, (sampled.token_id,), text, sampled, finish_reason, stop_reason)
+        if finish_reason is not None:
+            self._retire(sequence, finish_reason)
+
+    def _send(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        text: str,
+        sampled: Sampled | None = None,
+        finish_reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+    ) -> None:
+        live = sequence.live
+        delta = token_delta(
+            live.request,
+            sequence.choice_index,
+            sequence.num_sent_tokens,
+            token_ids,
+            text,
+            logprobs=(sampled.logprobs,) if sampled is not None and sampled.logprobs else (),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=None if sequence.has_sent else live.num_cached_tokens,
+        )
+        sequence.has_sent = True
+        sequence.num_sent_tokens += len(token_ids)
+        self.outbox.add(live.request.router_id, delta)
+
+    # ---- end
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Ends all choices of a request; unknown ids are ignored."""
+        if (live := self.live.get(request_id)) is None:
+            return
+        for sequence in live.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self._finish(sequence, "abort")
+
+    def end(self, live: LiveRequest, error: BaseException) -> None:
+        """Ends all choices of a request with an error."""
+        for sequence in live.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self.fail(sequence, error)
+
+    def fail(self, sequence: Sequence, error: BaseException) -> None:
+        """Ends one choice with an error."""
+        request = sequence.live.request
+        delta = error_delta(request, sequence.choice_index, sequence.num_sent_tokens, error)
+        self.outbox.add(request.router_id, delta)
+        self._retire(sequence, "error")
+
+    def _finish(self, sequence: Sequence, finish_reason: FinishReason, *, stop_reason: str | int | None = None) -> None:
+        """Ends one choice without another token."""
+        self._send(sequence, (), "", finish_reason=finish_reason, stop_reason=stop_reason)
+        self._retire(sequence, finish_reason)
+
+    def _retire(self, sequence: Sequence, finish_reason: FinishReason | None = None) -> None:
+        """Takes the choice out of the engine; its blocks go back with the next flush. None: it was replaced."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        self._scheduler.withdraw(sequence, Phase.FINISHED)
+        self.link.release(sequence)
+        self._scheduler.waiting.close(sequence.namespace_id)
+        sequence.finish_reason = finish_reason or "abort"
+        sequence.spans.finished(sequence, sequence.finish_reason)
+        self.counters.load_tokens -= sequence.num_tokens
+        if finish_reason is not None:
+            self.counters.num_finished[finish_reason] += 1
+        live = sequence.live
+        if self.live.get(live.request.request_id) is live and all(
+            other.phase is Phase.FINISHED for other in live.sequences
+        ):
+            del self.live[live.request.request_id]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when requests, phases, accounts and the pool's view do not agree."""
+        self._scheduler.check_integrity()
+        self.link.check_integrity()
+        num_in_pool = len(self._scheduler.running) + len(self._scheduler.admitting) + len(self._scheduler.parked)
+        if num_in_pool != self.link.num_known:
+            raise IntegrityError(
+                f"{num_in_pool} sequences hold or await blocks, {self.link.num_known} are on the books"
+            )
+        sequences = [sequence for live in self.live.values() for sequence in live.sequences]
+        load = sum(sequence.num_tokens for sequence in sequences if sequence.phase is not Phase.FINISHED)
+        if load != self.counters.load_tokens:
+            raise IntegrityError(f"live sequences have {load} tokens, {self.counters.load_tokens} are counted")
+        for sequence in sequences:
+            sequence.check_integrity()

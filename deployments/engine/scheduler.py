@@ -1,0 +1,140 @@
+"""What the next step computes and who may come in.
+
+There is no prefill and no decode phase: each running sequence catches up with its token log within the step's budget.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from remora.deployments.engine.base import EngineConfig
+from remora.deployments.engine.sequence import Phase, Sequence
+from remora.deployments.engine.waiting import PrefixHints, WaitingQueue
+from remora.platform.base.errors import IntegrityError
+from remora.platform.base.ids import NamespaceId
+
+
+class Scheduled(NamedTuple):
+    """`num_tokens` of the sequence's pending tokens are computed in this step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether this step reaches the end of the log, so that a token is sampled."""
+        return self.num_tokens == self.sequence.num_pending_tokens
+
+
+class Scheduler:
+    """The sets of sequences by phase, and the choice among them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.hints = PrefixHints()
+        self.waiting = WaitingQueue(quantum_tokens=4.0 * config.max_step_tokens, hints=self.hints)
+        #: In order of admission.
+        self.running: list[Sequence] = []
+        self.admitting: set[Sequence] = set()
+        self.parked: set[Sequence] = set()
+        self._step_no = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.admitting) + len(self.parked)
+
+    # ---- phases
+
+    def enqueue(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        self.waiting.push(sequence)
+
+    def set_admitting(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.ADMITTING
+        self.admitting.add(sequence)
+
+    def set_parked(self, sequence: Sequence) -> None:
+        self.admitting.discard(sequence)
+        sequence.phase = Phase.PARKED
+        self.parked.add(sequence)
+
+    def set_running(self, sequence: Sequence) -> None:
+        self.admitting.discard(sequence)
+        self.parked.discard(sequence)
+        sequence.phase = Phase.RUNNING
+        self.running.append(sequence)
+
+    def withdraw(self, sequence: Sequence, phase: Phase) -> None:
+        """Takes the sequence out of wherever it is and leaves it in `phase` (HELD or FINISHED)."""
+        match sequence.phase:
+            case Phase.WAITING:
+                self.waiting.remove(sequence)
+            case Phase.ADMITTING:
+                self.admitting.remove(sequence)
+            case Phase.PARKED:
+                self.parked.remove(sequence)
+            case Phase.RUNNING:
+                self.running.remove(sequence)
+        sequence.phase = phase
+
+    # ---- admission
+
+    def next_to_admit(self) -> Sequence | None:
+        """The next sequence to ask the pool for, while there is a slot in the batch; None otherwise.
+
+        While the pool parks a sequence of a namespace, only more urgent ones of that namespace are asked for: the rest
+        would only queue behind it. Parked sequences hold no slot.
+        """
+        if not len(self.waiting) or len(self.running) + len(self.admitting) >= self._config.max_num_seqs:
+            return None
+        parked: dict[NamespaceId, int] = {}
+        for sequence in self.parked:
+            parked[sequence.namespace_id] = max(sequence.priority, parked.get(sequence.namespace_id, sequence.priority))
+        return self.waiting.pop(lambda namespace_id, priority: priority > parked.get(namespace_id, priority - 1))
+
+    # ---- the step
+
+    def plan_step(self) -> list[Scheduled]:
+        """Sequences at the end of their log first, one token each; then the others catch up with what is left.
+
+        Never more tokens or sequences than a batch holds. Sequences that wait for a block are left out. Where not all
+        fit, those that waited longest go first, and one place stays for a sequence that catches up.
+        """
+        config = self._config
+        decoding: list[Sequence] = []
+        behind: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.num_free_slots > 0:
+                (decoding if sequence.num_pending_tokens == 1 else behind).append(sequence)
+        budget, places = config.max_step_tokens, config.max_num_seqs
+        most = min(budget, places) - (1 if behind and min(budget, places) > 1 else 0)
+        if len(decoding) > most:
+            decoding = sorted(decoding, key=lambda item: item.last_step_no)[:most]
+        plan = [Scheduled(sequence, 1) for sequence in decoding]
+        budget -= len(plan)
+        if len(behind) > 1:
+            behind.sort(key=lambda item: -item.priority)
+        for sequence in behind:
+            if budget <= 0 or len(plan) >= places:
+                break
+            num_tokens = min(sequence.num_pending_tokens, sequence.num_free_slots, budget)
+            plan.append(Scheduled(sequence, num_tokens))
+            budget -= num_tokens
+        self._step_no += 1
+        for sequence, _ in plan:
+            sequence.last_step_no = self._step_no
+        return plan
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every sequence is in the set of its phase, once."""
+        for name, members, phase in (
+            ("running", self.running, Phase.RUNNING),
+            ("admitting", self.admitting, Phase.ADMITTING),
+            ("parked", self.parked, Phase.PARKED),
+        ):
+            for sequence in members:
+                if sequence.phase is not phase:
+                    raise IntegrityError(f"a {sequence.phase.value} sequence is among the {name} ones")
+                sequence.check_integrity()
+        if len(set(self.running)) != len(self.running):
+            raise IntegrityError("a sequence runs twice")

@@ -1,0 +1,267 @@
+"""One choice of a request on its way through the engine: tokens, block table, and where it stands.
+
+    HELD ─► WAITING ─► ADMITTING ─► RUNNING ─► FINISHED          (FINISHED from everywhere)
+                 ▲         │  ▲ │      │
+                 │         ▼  │ ▼      │
+                 │         PARKED      │
+                 └──── preempted ◄─────┘
+
+Each way from WAITING to RUNNING is a run with a sequence id of its own: what the pool says about an earlier run can
+never be mistaken for this one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remora.deployments.engine.grammar import GrammarMatcher
+from remora.deployments.engine.logits import LogitShaper
+from remora.deployments.engine.messages import FinishReason
+from remora.deployments.engine.output import OutputText, Step
+from remora.deployments.engine.sampler import SampleRow
+from remora.deployments.engine.spans import SequenceSpans
+from remora.namespaces.commands import Seal
+from remora.namespaces.hashing import next_hash
+from remora.platform.base.errors import IntegrityError, InvalidRequest
+from remora.platform.base.ids import BlockHash, SequenceId
+
+if TYPE_CHECKING:
+    from remora.deployments.engine.live_request import LiveRequest
+
+Int32 = NDArray[np.int32]
+
+
+class Phase(enum.Enum):
+    #: Waits for its grammar, or for the first choice's prompt.
+    HELD = "held"
+    #: In the queue.
+    WAITING = "waiting"
+    #: The pool was asked and has not answered.
+    ADMITTING = "admitting"
+    #: The pool answered Wait.
+    PARKED = "parked"
+    #: Holds blocks.
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """State of one choice. Only the engine's thread touches it."""
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        choice_index: int,
+        *,
+        output: OutputText,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        max_tokens: int,
+        block_tokens: int,
+    ) -> None:
+        request = live.request
+        self.live = live
+        self.choice_index = choice_index
+        self.priority = request.priority
+        self.namespace_id = request.namespace_id
+        self.phase = Phase.HELD
+        self.grammar: GrammarMatcher | None = None
+
+        num_prompt = len(request.prompt_token_ids)
+        self.block_tokens = block_tokens
+        self.max_tokens = max_tokens
+        self.num_prompt_tokens = num_prompt
+        #: The token log: prompt, then output. Beyond num_tokens it is unused.
+        self.token_ids: Int32 = np.empty(num_prompt + max_tokens, np.int32)
+        self.token_ids[:num_prompt] = request.prompt_token_ids
+        self.num_tokens = num_prompt
+        self.last_token_id = request.prompt_token_ids[-1]
+        #: Chain hashes of the log's first full blocks; more are appended when they are needed.
+        self.hashes: list[BlockHash] = []
+        if len(request.block_hashes) == num_prompt // block_tokens:
+            self.hashes.extend(request.block_hashes)
+
+        # ---- this run
+        self.sequence_id: SequenceId | None = None
+        #: Most blocks it can come to need.
+        self.max_blocks = -(-(num_prompt + max_tokens) // block_tokens)
+        self.blocks: Int32 = np.zeros(self.max_blocks, np.int32)
+        self.num_blocks = 0
+        #: Tokens whose KV lies in the blocks.
+        self.num_computed_tokens = 0
+        self.num_published_blocks = 0
+        self.is_extend_pending = False
+        #: Not before this time is the pool asked for more, after it refused.
+        self.extend_after_s = 0.0
+        self.last_step_no = 0
+
+        # ---- output
+        self.output = output
+        shaper = LogitShaper(request.sampling, self.token_ids[:num_prompt])
+        self.sample_row = SampleRow(
+            params=request.sampling, shaper=shaper, seed=seed, choice_index=choice_index, position=num_prompt
+        )
+        self._eos_token_ids = eos_token_ids
+        #: Tokens that the client has, or will have at the end of the step.
+        self.num_sent_tokens = 0
+        self.has_sent = False
+        self.finish_reason: FinishReason | None = None
+        self.num_preemptions = 0
+        self.last_token_s: float | None = None
+        self.spans = SequenceSpans()
+
+        self.update_bans()
+
+        # ---- waiting
+        #: How often a request behind it in its namespace was taken before it.
+        self.num_passed_over = 0
+        self.arrival_no = 0
+
+    # ---- the token log
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens of the log that are not computed yet; 1 means that it decodes."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def append(self, token_id: int) -> None:
+        """Adds an output token to the log."""
+        self.token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+        self.last_token_id = token_id
+        self.sample_row.position = self.num_tokens
+        if not self.sample_row.shaper.is_neutral:
+            self.sample_row.shaper.push(token_id)
+        self.update_bans()
+
+    def update_bans(self) -> None:
+        """Bans the tokens that would end the output too early; for a grammar `ignore_eos` lasts until its end."""
+        params = self.sample_row.params
+        if self.num_output_tokens < params.min_tokens:
+            eos_token_ids = () if params.ignore_eos and self.grammar is None else self._eos_token_ids
+            self.sample_row.banned_token_ids = eos_token_ids + params.stop_token_ids
+        elif params.ignore_eos and self.grammar is not None:
+            self.sample_row.banned_token_ids = self._eos_token_ids
+        elif self.sample_row.banned_token_ids:
+            self.sample_row.banned_token_ids = ()
+
+    def accept(self, token_id: int) -> Step:
+        """Appends an output token and moves text, stop state and grammar on. Raises GrammarFault."""
+        self.append(token_id)
+        step = self.output.push(token_id)
+        if self.grammar is not None and step.finish_reason != "stop":
+            self.grammar.accept(token_id)
+            if self.grammar.is_complete:
+                return Step(step.text + self.output.close(), "stop")
+        return step
+
+    def replay(self, token_ids: Iterable[int]) -> Step | None:
+        """Goes behind tokens that the client has already; returns the end if they reach it.
+
+        Raises InvalidRequest if they go on behind an end.
+        """
+        ended: Step | None = None
+        for token_id in token_ids:
+            if ended is not None:
+                raise InvalidRequest("output_token_ids: they go on behind an end", field="output_token_ids")
+            step = self.accept(token_id)
+            ended = step if step.finish_reason is not None else None
+        self.num_sent_tokens = self.num_output_tokens
+        return ended
+
+    def extend_hashes(self, num_blocks: int) -> list[BlockHash]:
+        """The chain hashes of the log's first `num_blocks` blocks, which must be full."""
+        size = self.block_tokens
+        while len(self.hashes) < num_blocks:
+            start = len(self.hashes) * size
+            parent = self.hashes[-1] if self.hashes else self.live.namespace.root
+            self.hashes.append(next_hash(parent, self.token_ids[start : start + size].tolist()))
+        return self.hashes[:num_blocks]
+
+    # ---- blocks of this run
+
+    def num_wanted_blocks(self, num_reserve_blocks: int) -> int:
+        """Blocks for the log and a reserve, never more than it can come to need."""
+        return min(self.max_blocks, -(-self.num_tokens // self.block_tokens) + num_reserve_blocks)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Tokens that can still be computed into the blocks it holds."""
+        return self.num_blocks * self.block_tokens - self.num_computed_tokens
+
+    def start_run(self, blocks: tuple[int, ...], num_cached_blocks: int) -> None:
+        """Takes the blocks of an admission; what they hold already needs no computing."""
+        self.num_blocks = 0
+        self.add_blocks(blocks)
+        self.num_published_blocks = num_cached_blocks
+        self.num_computed_tokens = num_cached_blocks * self.block_tokens
+        if not 0 <= self.num_computed_tokens < self.num_tokens or self.num_free_slots < self.num_pending_tokens:
+            raise IntegrityError(
+                f"{self.sequence_id}: an admission of {len(blocks)} blocks, {num_cached_blocks} cached, does not fit "
+                f"{self.num_tokens} tokens"
+            )
+
+    def add_blocks(self, blocks: tuple[int, ...]) -> None:
+        end = self.num_blocks + len(blocks)
+        if end > len(self.blocks):
+            raise IntegrityError(f"{self.sequence_id}: {end} blocks granted, {len(self.blocks)} are the most it needs")
+        self.blocks[self.num_blocks : end] = blocks
+        self.num_blocks = end
+
+    def end_run(self) -> None:
+        """Forgets the blocks; the log stays."""
+        self.sequence_id = None
+        self.num_blocks = self.num_computed_tokens = self.num_published_blocks = 0
+        self.is_extend_pending = False
+        self.extend_after_s = 0.0
+
+    def take_seals(self) -> list[Seal]:
+        """Blocks that became full since the last call, in order."""
+        num_full = self.num_computed_tokens // self.block_tokens
+        if num_full <= self.num_published_blocks or self.sequence_id is None:
+            return []
+        hashes = self.extend_hashes(num_full)
+        seals = [
+            Seal(sequence_id=self.sequence_id, position=position, block_hash=hashes[position])
+            for position in range(self.num_published_blocks, num_full)
+        ]
+        self.num_published_blocks = num_full
+        return seals
+
+    @property
+    def is_prompt_published(self) -> bool:
+        """Whether every full block of the prompt can be found by others."""
+        return (
+            self.num_computed_tokens >= self.num_prompt_tokens
+            and self.num_published_blocks >= self.num_prompt_tokens // self.block_tokens
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when counts do not agree with each other."""
+        holds = self.phase is Phase.RUNNING
+        for is_true, sentence in (
+            (self.num_prompt_tokens <= self.num_tokens <= len(self.token_ids), "token log within its bounds"),
+            (holds or self.num_blocks == 0, "only running sequences hold blocks"),
+            (holds == (self.num_blocks > 0), "running sequences hold blocks"),
+            (0 <= self.num_computed_tokens <= max(0, self.num_tokens - 1), "the last token is never computed ahead"),
+            (self.num_computed_tokens <= self.num_blocks * self.block_tokens, "computed tokens lie in blocks"),
+            (self.num_published_blocks * self.block_tokens <= self.num_computed_tokens, "only full blocks are sealed"),
+            (len(set(self.blocks[: self.num_blocks].tolist())) == self.num_blocks, "no block twice in a table"),
+            ((self.sequence_id is not None) == (self.phase in _IN_POOL), "known to the pool while it must be"),
+        ):
+            if not is_true:
+                raise IntegrityError(
+                    f"{self.live.request.request_id}/{self.choice_index} ({self.phase.value}): broken: {sentence}"
+                )
+
+
+_IN_POOL = frozenset({Phase.ADMITTING, Phase.PARKED, Phase.RUNNING})

@@ -1,0 +1,132 @@
+"""One step's computing: batch, forward pass under the step lock, grammar masks beside it, sampling.
+
+What breaks is kept to those who broke it: when a forward pass fails as a whole, each of its sequences runs alone once.
+A pass can be repeated: it writes the same KV to the same slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remora.cache_actors.port import StepGate
+from remora.deployments.engine.base import EngineConfig, EngineModel
+from remora.deployments.engine.batch_filler import BatchFiller
+from remora.deployments.engine.grammar import GrammarFault, GrammarMatcher, GrammarWorker
+from remora.deployments.engine.logits import Float32
+from remora.deployments.engine.sampler import Sampled, Sampler
+from remora.deployments.engine.scheduler import Scheduled
+from remora.deployments.engine.sequence import Sequence
+from remora.kernels.base import KVMemory
+from remora.platform.base.errors import KernelError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Computed:
+    """A forward pass that is done but not yet counted."""
+
+    #: What was computed; without those that failed.
+    plan: list[Scheduled]
+    #: Sequences of the plan whose log has come to its end, one row of logits each.
+    sampling: list[Sequence]
+    logits_RV: Float32
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    forward_s: float = 0.0
+
+
+class StepRunner:
+    """Engine thread only."""
+
+    def __init__(self, model: EngineModel, memory: KVMemory, gate: StepGate, config: EngineConfig) -> None:
+        block_tokens = memory.geometry.block_tokens
+        self._decoder = model.decoder
+        self._memory = memory
+        self._gate = gate
+        self._filler = BatchFiller(
+            max_tokens=config.max_step_tokens,
+            max_sequences=config.max_num_seqs,
+            max_blocks=-(-model.max_model_len // block_tokens),
+        )
+        self._sampler = Sampler(model.vocab_size)
+        self._vocab_size = model.vocab_size
+        self.grammar_worker = GrammarWorker(model.tokenizer, model.vocab_size)
+
+    def compute(self, plan: list[Scheduled]) -> Computed:
+        """Runs the forward pass; waits for the device's turn. Errors of the decoder are in the result."""
+        sampling = [scheduled.sequence for scheduled in plan if scheduled.wants_logits]
+        masks = self._start_masks(sampling)
+        started_s = time.perf_counter()
+        try:
+            computed = Computed(plan=plan, sampling=sampling, logits_RV=self._forward(plan))
+        except Exception as error:  # a back-end's own errors as well as KernelError
+            _log.warning("a step of %d sequences failed: %s", len(plan), error, exc_info=True)
+            computed = self._compute_each_alone(plan, error)
+        finally:
+            if masks is not None:
+                masks.result()
+        computed.forward_s = time.perf_counter() - started_s
+        return computed
+
+    def sample(self, computed: Computed) -> list[tuple[Sequence, Sampled]]:
+        """A token, or the reason why there is none, for each sequence in `computed.sampling`."""
+        faults: list[tuple[Sequence, Sampled]] = []
+        for sequence in computed.sampling:
+            if sequence.grammar is not None:
+                try:
+                    sequence.sample_row.allowed_V = sequence.grammar.allowed()
+                except GrammarFault as fault:
+                    faults.append((sequence, Sampled(error=str(fault))))
+        sequences, logits_RV = computed.sampling, computed.logits_RV
+        if faults:
+            faulty = {sequence for sequence, _ in faults}
+            kept = [i for i, sequence in enumerate(sequences) if sequence not in faulty]
+            sequences, logits_RV = [sequences[i] for i in kept], logits_RV[kept]
+        if not sequences:
+            return faults
+        rows = [sequence.sample_row for sequence in sequences]
+        return [*zip(sequences, self._sampler.sample(logits_RV, rows), strict=True), *faults]
+
+    def close(self) -> None:
+        self.grammar_worker.close()
+
+    def _start_masks(self, sampling: Items[Sequence]) -> Future[None] | None:
+        matchers: list[GrammarMatcher] = [item.grammar for item in sampling if item.grammar is not None]
+        return self.grammar_worker.fill_masks(matchers) if matchers else None
+
+    def _forward(self, plan: Items[Scheduled]) -> Float32:
+        batch = self._filler.fill(plan)
+        with self._gate.turn():
+            logits_RV = self._decoder.forward(batch, self._memory)
+        if logits_RV.shape != (batch.num_logit_rows, self._vocab_size):
+            raise KernelError(
+                f"logits of shape {logits_RV.shape} instead of {(batch.num_logit_rows, self._vocab_size)}"
+            )
+        return logits_RV
+
+    def _compute_each_alone(self, plan: list[Scheduled], error: Exception) -> Computed:
+        done: list[Scheduled] = []
+        rows: list[Float32] = []
+        failed: list[tuple[Sequence, Exception]] = []
+        for scheduled in plan:
+            if len(plan) == 1:
+                failed.append((scheduled.sequence, error))
+                break
+            try:
+                rows.append(self._forward([scheduled]).copy())
+            except Exception as own_error:
+                failed.append((scheduled.sequence, own_error))
+            else:
+                done.append(scheduled)
+        return Computed(
+            plan=done,
+            sampling=[scheduled.sequence for scheduled in done if scheduled.wants_logits],
+            logits_RV=np.concatenate(rows) if rows else np.empty((0, self._vocab_size), np.float32),
+            failed=failed,
+        )

@@ -1,0 +1,150 @@
+"""Who is admitted next: priority first, then fairness between namespaces, then the longest known prefix."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from itertools import islice
+
+from remora.deployments.engine.sequence import Sequence
+from remora.platform.base.ids import BlockHash, NamespaceId
+
+#: How far down a namespace's queue the longest prefix is looked for.
+_WINDOW = 8
+#: A request passed over this often goes next in its namespace.
+_MAX_PASSED_OVER = 16
+#: Remembered block hashes; 16 bytes each.
+_MAX_HINTS = 1 << 16
+
+
+class PrefixHints:
+    """Hashes of blocks that were seen in the cache lately: a guess, without asking the pool, at what is cached."""
+
+    def __init__(self, max_hashes: int = _MAX_HINTS) -> None:
+        self._max_hashes = max_hashes
+        self._seen: OrderedDict[BlockHash, None] = OrderedDict()
+
+    def add(self, hashes: Iterable[BlockHash]) -> None:
+        for block_hash in hashes:
+            self._seen[block_hash] = None
+            self._seen.move_to_end(block_hash)
+        while len(self._seen) > self._max_hashes:
+            self._seen.popitem(last=False)
+
+    def num_leading(self, hashes: Items[BlockHash]) -> int:
+        """How many of the first hashes, without a gap, were seen."""
+        for i, block_hash in enumerate(hashes):
+            if block_hash not in self._seen:
+                return i
+        return len(hashes)
+
+
+class WaitingQueue:
+    """Sequences in wait, by priority and namespace.
+
+    Service (prompt token computed: 1, output token: 2, over the namespace's weight) is counted per namespace. Of equal
+    priority, a namespace may be served while its service is within a quantum of the least served one that waits; among
+    those, the longest known prefix goes first, so that locality is used within the bounds of fairness. A namespace that
+    was idle starts at the level of the least served active one: idleness saves nothing up.
+    """
+
+    def __init__(self, *, quantum_tokens: float, hints: PrefixHints) -> None:
+        self._quantum_tokens = quantum_tokens
+        self._hints = hints
+        self._queues: dict[int, dict[NamespaceId, deque[Sequence]]] = {}
+        self._service: dict[NamespaceId, float] = {}
+        self._num_live: dict[NamespaceId, int] = {}
+        self._num_waiting = 0
+        self._next_arrival_no = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    # ---- the namespaces' accounts
+
+    def open(self, namespace_id: NamespaceId) -> None:
+        """One more live sequence of the namespace, waiting or not."""
+        if self._num_live.get(namespace_id, 0) == 0:
+            active = [self._service[other] for other, count in self._num_live.items() if count]
+            if active:
+                self._service[namespace_id] = max(self._service.get(namespace_id, 0.0), min(active))
+            else:
+                self._service.clear()
+                self._service[namespace_id] = 0.0
+        self._num_live[namespace_id] = self._num_live.get(namespace_id, 0) + 1
+
+    def close(self, namespace_id: NamespaceId) -> None:
+        """One live sequence less."""
+        self._num_live[namespace_id] -= 1
+
+    def charge(self, sequence: Sequence, num_tokens: int, *, is_output: bool) -> None:
+        """Counts service that the sequence received."""
+        cost = num_tokens * (2.0 if is_output else 1.0) / sequence.live.namespace.weight
+        self._service[sequence.namespace_id] += cost
+
+    # ---- the queue
+
+    def push(self, sequence: Sequence) -> None:
+        """At the end of its namespace's queue; one that ran before, at the front."""
+        queue = self._queues.setdefault(sequence.priority, {}).setdefault(sequence.namespace_id, deque())
+        if sequence.num_preemptions:
+            queue.appendleft(sequence)
+        else:
+            self._next_arrival_no += 1
+            sequence.arrival_no = self._next_arrival_no
+            queue.append(sequence)
+        self._num_waiting += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes out a sequence that waits. Raises ValueError if it does not."""
+        self._queues[sequence.priority][sequence.namespace_id].remove(sequence)
+        self._forget_empty(sequence)
+
+    def pop(self, may_go: Callable[[NamespaceId, int], bool]) -> Sequence | None:
+        """The next to admit, of the namespaces that may go at that priority; None if there is none."""
+        for priority in sorted(self._queues, reverse=True):
+            queues = self._queues[priority]
+            open_ids = [name for name in queues if may_go(name, priority)]
+            if not open_ids:
+                continue
+            least = min(self._service[name] for name in open_ids)
+            best: tuple[tuple[bool, int, float, int], Sequence] | None = None
+            for name in open_ids:
+                if self._service[name] > least + self._quantum_tokens:
+                    continue
+                candidate = self._first_of(queues[name])
+                rank = self._rank(candidate, self._service[name])
+                if best is None or rank > best[0]:
+                    best = (rank, candidate)
+            assert best is not None  # the least served namespace is always within the quantum
+            self._take(best[1])
+            return best[1]
+        return None
+
+    def _rank(self, sequence: Sequence, service: float) -> tuple[bool, int, float, int]:
+        prefix = self._hints.num_leading(sequence.hashes)
+        return (sequence.num_preemptions > 0, prefix, -service, -sequence.arrival_no)
+
+    def _first_of(self, queue: deque[Sequence]) -> Sequence:
+        head = queue[0]
+        if len(queue) == 1 or head.num_preemptions or head.num_passed_over >= _MAX_PASSED_OVER:
+            return head
+        return max(islice(queue, _WINDOW), key=lambda item: (self._hints.num_leading(item.hashes), -item.arrival_no))
+
+    def _take(self, sequence: Sequence) -> None:
+        queue = self._queues[sequence.priority][sequence.namespace_id]
+        for earlier in queue:
+            if earlier is sequence:
+                break
+            earlier.num_passed_over += 1
+        queue.remove(sequence)
+        self._forget_empty(sequence)
+
+    def _forget_empty(self, taken: Sequence) -> None:
+        self._num_waiting -= 1
+        queues = self._queues[taken.priority]
+        if not queues[taken.namespace_id]:
+            del queues[taken.namespace_id]
+        if not queues:
+            del self._queues[taken.priority]
