@@ -1,0 +1,34 @@
+// Paged attention over the arena in place: decode and chunked prefill in one routine.
+//
+// Row (token, query head) sees positions 0 up to its own. Within a chunk of ATTENTION_CHUNK positions all scores are
+// computed, then their maximum, then exp2, then the sum and P·V in token order; chunks merge in ascending order in
+// fp32. No step of it depends on which rows share a tile, so that a row has the same bits alone, in a batch, in a
+// prompt cut anywhere, and on any number of threads. Slots beyond context_len may hold anything, NaN too.
+#pragma once
+#include "attention_work.h"
+#include "remora.h"
+
+namespace remora {
+
+struct AttentionCall {
+  const float* q;    // [num_tokens][q_stride], rotated; query heads side by side
+  int64_t q_stride;  // floats
+  float* out;        // [num_tokens][out_stride]
+  int64_t out_stride;
+  float* lse;  // [num_tokens][num_heads], natural log; nullptr when not wanted
+  int32_t layer, num_heads;
+  float scale;  // multiplies q·k; positive
+};
+
+namespace REMORA_LEVEL {
+
+// Query rows per tile that suit this level: what AttentionPlan::prepare wants.
+int32_t attention_tile_rows(const Arena& arena);
+
+// Needs head_dim in multiples of 16 up to 256, block_tokens in multiples of 16 that divide ATTENTION_CHUNK, and K/V
+// of the step stored and visible to all ranks (barrier after store_kv). Ends without a barrier, like every kernel;
+// the scratch of the team is overwritten and, on AMX, the thread's tiles are released.
+void attention(Team& team, const Step& step, const Arena& arena, const AttentionCall& call, const AttentionWork& work);
+
+}  // namespace REMORA_LEVEL
+}  // namespace remora
