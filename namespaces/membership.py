@@ -1,0 +1,132 @@
+"""Who takes part: leases come and go, namespaces get their quotas."""
+
+from __future__ import annotations
+
+from remora.namespaces.admission import Admission
+from remora.namespaces.commands import (
+    AnyAnswer,
+    Attach,
+    Attached,
+    AttachRefused,
+    Detach,
+    Detached,
+    Done,
+    LeaseLost,
+    QuotaSet,
+    Refused,
+    SetQuota,
+)
+from remora.namespaces.effects import SetGeneration
+from remora.namespaces.leases import Lease
+from remora.namespaces.pool_parts import MIN_EXTENT_BLOCKS, PoolParts
+
+
+class Membership:
+    """Attaches, detaches and sets quotas. Uses and changes a pool's parts."""
+
+    def __init__(self, parts: PoolParts, admission: Admission) -> None:
+        self.parts = parts
+        self.admission = admission
+
+    def attach(self, command: Attach) -> AnyAnswer:
+        """Registers a replica, or says in a sentence why not."""
+        parts = self.parts
+        known = parts.leases.route_attach(command)
+        if known is not None:
+            return known
+        reason = self._attach_problem(command)
+        slot = parts.leases.free_slot()
+        if slot is None:
+            reason = reason or f"all {parts.config.max_leases} lease slots of the arena are taken"
+        if reason is not None or slot is None:
+            return AttachRefused(reason=reason or "")
+        space = parts.extents.space_of(command.geometry)
+        parts.book.model_spaces[command.model_id] = space
+        parts.book.refresh_guarantees()
+        attached = Attached(
+            lease_slot=slot,
+            generation=self._next_generation(slot),
+            incarnation=parts.config.incarnation,
+            block_bytes=space.block_bytes,
+        )
+        parts.leases.leases[command.lease_id] = Lease(command, attached, space)
+        return attached
+
+    def _attach_problem(self, command: Attach) -> str | None:
+        parts, config = self.parts, self.parts.config
+        block_bytes = command.geometry.block_bytes
+        if block_bytes < 1 or command.geometry.block_tokens < 1:
+            return f"the geometry of {command.model_id} has no bytes"
+        # Looked up without being kept: a refused attach leaves no trace.
+        space = parts.extents.spaces.get(command.geometry.geometry_id) or parts.extents.sketch_space(command.geometry)
+        if space.min_extent_blocks < MIN_EXTENT_BLOCKS:
+            return (
+                f"an extent of {config.extent_bytes} bytes holds only {space.min_extent_blocks} whole blocks of "
+                f"{block_bytes} bytes of {command.model_id}; at least {MIN_EXTENT_BLOCKS} are needed: set extent_bytes "
+                f"to {(MIN_EXTENT_BLOCKS + 1) * block_bytes} or more, or block_tokens lower"
+            )
+        taken = parts.leases.reserved_bytes
+        if command.reserved_bytes < 0 or taken + command.reserved_bytes > config.reserved_bytes:
+            return (
+                f"{command.replica_id} needs {command.reserved_bytes} bytes besides KV, but {taken} of the device's "
+                f"{config.reserved_bytes} bytes are reserved already"
+            )
+        return parts.book.extents_short(model_id=command.model_id, space=space)
+
+    def _next_generation(self, slot: int) -> int:
+        """Bumps the slot's generation word: whoever held the old value may emit nothing more."""
+        generations = self.parts.leases.generations
+        generations[slot] += 1
+        self.parts.ledger.effects.append(SetGeneration(lease_slot=slot, value=generations[slot]))
+        return generations[slot]
+
+    def detach(self, lease: Lease, command: Detach, now_s: float) -> Detached:
+        """Ends a lease in peace."""
+        answer = Detached()
+        self._end(lease)
+        self.parts.leases.end(lease, command.call_no, answer)
+        self.admission.pump(now_s)
+        return answer
+
+    def lose(self, command: LeaseLost, now_s: float) -> Done:
+        """The process of the lease is gone; saying it twice is harmless."""
+        lease = self.parts.leases.leases.get(command.lease_id)
+        if lease is not None:
+            self._end(lease)
+            self.parts.leases.end(lease)
+            self.admission.pump(now_s)
+        return Done()
+
+    def _end(self, lease: Lease) -> None:
+        for parked in list(lease.parked.values()):
+            self.admission.withdraw(parked)
+        for sequence in list(lease.sequences.values()):
+            self.parts.finish(lease, sequence)
+        self._next_generation(lease.attached.lease_slot)
+
+    def set_quota(self, command: SetQuota, now_s: float) -> QuotaSet | Refused:
+        """Creates a namespace or changes its quota; cached blocks above a lowered limit go at once."""
+        parts = self.parts
+        quota, name = command.quota, command.namespace_id
+        if not 0 <= quota.guaranteed_bytes <= quota.limit_bytes or not quota.weight > 0:
+            message = (
+                f"namespace {name}: guaranteed {quota.guaranteed_bytes}, limit {quota.limit_bytes}, weight "
+                f"{quota.weight}; allowed is 0 <= guaranteed <= limit and weight > 0"
+            )
+            return Refused(error="ConfigError", message=message)
+        namespace = parts.book.namespaces.get(name)
+        if namespace is not None:
+            fixed = (namespace.model_id, namespace.tenant, namespace.share_group)
+            if fixed != (command.model_id, command.tenant, command.share_group):
+                message = f"namespace {name}: model, tenant and share group are {fixed} and cannot change"
+                return Refused(error="Conflict", message=message)
+        short = parts.book.extents_short(changed=command)
+        if short is not None:
+            return Refused(error="ConfigError", message=f"namespace {name}: {short}")
+        if namespace is None:
+            namespace = parts.book.add(command)
+        namespace.quota = quota
+        parts.book.refresh_guarantees()
+        revoked = parts.placement.trim(namespace)
+        self.admission.pump(now_s)
+        return QuotaSet(revoked_bytes=revoked)

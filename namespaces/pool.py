@@ -1,0 +1,164 @@
+"""The state of one pool: `apply` is a function of the state, the command and the time.
+
+    shell                                   PoolState
+    journal (command, now_s)
+    answer = apply(command, now_s)  ──────► one command, whole or not at all
+    do take_effects()               ◄────── bytes to zero, generation words
+    journal EffectsDone, answer
+
+After a crash `restore(snapshot)` and the journalled commands behind it, applied in order, give the same state: leases,
+running sequences, parked admissions, answers kept for replay and all. Leases outlive the pool's process; the shell
+checks with `leases()` which of their processes live and says LeaseLost for the others.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from remora.namespaces.admission import Admission
+from remora.namespaces.commands import (
+    Admit,
+    AnyAnswer,
+    AnyCommand,
+    AnyEvent,
+    Attach,
+    Detach,
+    Done,
+    Extend,
+    LeaseLost,
+    Publish,
+    Release,
+    Released,
+    SetQuota,
+    Tick,
+)
+from remora.namespaces.effects import Effect, SetGeneration, ZeroBlocks
+from remora.namespaces.growth import Growth
+from remora.namespaces.leases import Lease
+from remora.namespaces.membership import Membership
+from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
+from remora.namespaces.report import LeaseReport, PoolReport, describe_leases, describe_pool
+from remora.namespaces.snapshot import decode_snapshot, encode_snapshot
+from remora.platform.base.errors import IntegrityError
+from remora.platform.base.ids import LeaseId
+
+__all__ = ["Effect", "PoolState", "PoolStateConfig", "SetGeneration", "ZeroBlocks"]
+
+
+class PoolState:
+    """Extents, blocks, prefixes, quotas, leases, sequences and parked admissions of one device.
+
+    Not thread-safe: one owner applies one command after another. A broken protocol is answered `Refused` and changes
+    nothing. Raises ConfigError for a configuration that cannot be.
+    """
+
+    def __init__(self, config: PoolStateConfig) -> None:
+        self._use(PoolParts(config))
+
+    def _use(self, parts: PoolParts) -> None:
+        self._parts = parts
+        self._admission = Admission(parts)
+        self._growth = Growth(parts)
+        self._membership = Membership(parts, self._admission)
+
+    @property
+    def config(self) -> PoolStateConfig:
+        return self._parts.config
+
+    def apply(self, command: AnyCommand, now_s: float) -> AnyAnswer:
+        """Applies a command. Equal states, commands and times give equal answers and states."""
+        match command:
+            case Attach():
+                return self._membership.attach(command)
+            case LeaseLost():
+                return self._membership.lose(command, now_s)
+            case SetQuota():
+                return self._membership.set_quota(command, now_s)
+            case Tick():
+                self._admission.pump(now_s)
+                return Done()
+            case Admit() | Extend() | Publish() | Release() | Detach():
+                lease = self._parts.leases.route(command)
+                if not isinstance(lease, Lease):
+                    return lease
+                answer = self._call(lease, command, now_s)
+                lease.record(command.call_no, answer)
+                return answer
+            case _:
+                assert_never(command)
+
+    def _call(self, lease: Lease, command: Admit | Extend | Publish | Release | Detach, now_s: float) -> AnyAnswer:
+        """The lease's next call."""
+        match command:
+            case Admit():
+                return self._admission.admit(lease, command, now_s)
+            case Extend():
+                answer = self._growth.extend(lease, command)
+                if len(self._parts.room) and not self._parts.room.blocked:
+                    self._admission.pump(now_s)
+                return answer
+            case Publish():
+                return self._growth.publish(lease, command)
+            case Release():
+                return self._release(lease, command, now_s)
+            case Detach():
+                return self._membership.detach(lease, command, now_s)
+            case _:
+                assert_never(command)
+
+    def _release(self, lease: Lease, command: Release, now_s: float) -> Released:
+        """Ends sequences, running or parked; unknown ones are long finished and ignored."""
+        num_released = 0
+        for sequence_id in command.sequence_ids:
+            sequence = lease.sequences.get(sequence_id)
+            parked = lease.parked.get(sequence_id)
+            if sequence is not None:
+                self._parts.finish(lease, sequence)
+            elif parked is not None:
+                self._admission.withdraw(parked)
+            else:
+                continue
+            num_released += 1
+        self._admission.pump(now_s)
+        return Released(num_released=num_released)
+
+    def take_effects(self) -> tuple[Effect, ...]:
+        """What the shell must do to memory before the answers of the commands since the last call leave."""
+        effects = tuple(self._parts.ledger.effects)
+        self._parts.ledger.effects.clear()
+        return effects
+
+    def events_after(self, lease_id: LeaseId, event_no: int) -> tuple[AnyEvent, ...]:
+        """The lease's events with higher numbers. Raises StaleLease when the lease is not live."""
+        return self._parts.leases.events_after(lease_id, event_no)
+
+    def generation_words(self) -> tuple[int, ...]:
+        """What every generation word of the arena's header must hold, by slot."""
+        return tuple(self._parts.leases.generations)
+
+    def leases(self) -> tuple[LeaseReport, ...]:
+        """Live leases with their processes."""
+        return describe_leases(self._parts)
+
+    def describe(self) -> PoolReport:
+        return describe_pool(self._parts)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError with the invariant that does not hold. Looks at everything, so only when idle."""
+        parts = self._parts
+        parts.check_integrity()
+        if len(parts.room) and not parts.ledger.num_referenced:
+            raise IntegrityError("admissions wait although nothing is referenced")
+
+    def snapshot(self) -> bytes:
+        """The whole state; equal states give equal bytes. Effects must have been taken."""
+        if self._parts.ledger.effects:
+            raise IntegrityError("a snapshot would lose effects that have not been taken")
+        return encode_snapshot(self._parts)
+
+    @classmethod
+    def restore(cls, snapshot: bytes) -> PoolState:
+        """The state that made the snapshot. Raises JournalError for bytes that are no snapshot of this version."""
+        state = cls.__new__(cls)
+        state._use(decode_snapshot(snapshot))
+        return state

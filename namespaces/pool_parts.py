@@ -1,0 +1,109 @@
+"""The parts of a pool's state, and what several of its operations share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from remora.namespaces.blocks import BlockLedger
+from remora.namespaces.eviction import make_policy
+from remora.namespaces.extents import ExtentMap
+from remora.namespaces.leases import Lease, LeaseBook
+from remora.namespaces.placement import Placement
+from remora.namespaces.prefix_index import PrefixIndex, Realm, RealmKey
+from remora.namespaces.quotas import Namespace, QuotaBook
+from remora.namespaces.sequences import RunningTable, Sequence
+from remora.namespaces.waiting import WaitingRoom
+from remora.platform.base.errors import ConfigError
+from remora.platform.base.ids import Epoch, SessionId
+
+#: Blocks of a geometry that every extent must hold, or the geometry cannot attach.
+MIN_EXTENT_BLOCKS = 8
+#: Sessions whose highest epoch is remembered.
+MAX_SESSIONS = 262_144
+
+
+class PoolStateConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool is made of; checked when the pool is built."""
+
+    #: Bytes of the arena that hold blocks; what does not fill an extent stays unused.
+    data_bytes: int
+    extent_bytes: int
+    #: Memory of the device besides KV that leases may reserve together.
+    reserved_bytes: int
+    #: Changes when the arena's bytes are lost; leases of another incarnation are void.
+    incarnation: int = 1
+    eviction: str = "lru"
+    #: Generation words in the arena's header.
+    max_leases: int = 256
+
+    def check(self) -> None:
+        """Raises ConfigError with the name, the value and what is allowed."""
+        for name in ("data_bytes", "extent_bytes", "max_leases"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not allowed; at least 1")
+        if self.reserved_bytes < 0:
+            raise ConfigError(f"reserved_bytes: {self.reserved_bytes} is not allowed; at least 0")
+        if self.data_bytes < self.extent_bytes:
+            raise ConfigError(f"data_bytes: {self.data_bytes} is less than one extent of {self.extent_bytes} bytes")
+        make_policy(self.eviction)
+
+
+class SessionEpochs:
+    """Highest epoch seen of each session; the least recently seen sessions are forgotten first."""
+
+    def __init__(self) -> None:
+        self.highest: OrderedDict[SessionId, Epoch] = OrderedDict()
+
+    def is_stale(self, session_id: SessionId | None, epoch: Epoch) -> bool:
+        return session_id is not None and epoch < self.highest.get(session_id, epoch)
+
+    def see(self, session_id: SessionId, epoch: Epoch) -> bool:
+        """Records an epoch that is not stale; True if it is newer than one seen before."""
+        before = self.highest.get(session_id)
+        self.highest[session_id] = epoch
+        self.highest.move_to_end(session_id)
+        if len(self.highest) > MAX_SESSIONS:
+            self.highest.popitem(last=False)
+        return before is not None and epoch > before
+
+
+class PoolParts:
+    """Everything a pool consists of. PoolState owns it; the operations change it."""
+
+    def __init__(self, config: PoolStateConfig) -> None:
+        config.check()
+        self.config = config
+        self.extents = ExtentMap(config.data_bytes, config.extent_bytes)
+        self.book = QuotaBook(len(self.extents.extents), config.extent_bytes)
+        self.index = PrefixIndex()
+        self.ledger = BlockLedger(self.index, self.book, config.eviction)
+        self.placement = Placement(self.extents, self.book, self.ledger)
+        self.leases = LeaseBook(config.max_leases)
+        self.running = RunningTable()
+        self.room = WaitingRoom()
+        self.sessions = SessionEpochs()
+
+    def realm(self, lease: Lease, namespace: Namespace) -> Realm:
+        """Where the lease's sequences in this namespace look for blocks and publish them."""
+        return self.index.realm(RealmKey(lease.space.geometry_id, lease.attach.fingerprint, namespace.domain))
+
+    def preempt(self, sequence: Sequence, reason: str) -> None:
+        """Tells the sequence's lease to release it; said once."""
+        if not sequence.preempted:
+            lease = self.leases.leases[sequence.lease_id]
+            lease.tell_preempt(sequence.admit.sequence_id, reason)
+        self.running.preempt(sequence)
+
+    def finish(self, lease: Lease, sequence: Sequence) -> None:
+        """Drops a running sequence and leaves a tombstone."""
+        self.running.remove(sequence)
+        sequence.release(self.ledger)
+        del lease.sequences[sequence.admit.sequence_id]
+        lease.bury(sequence.admit.sequence_id)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when any two parts disagree."""
+        for part in (self.extents, self.book, self.index, self.ledger, self.leases, self.running, self.room):
+            part.check_integrity()

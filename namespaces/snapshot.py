@@ -1,0 +1,298 @@
+"""A pool's whole state as bytes, and back. Equal states give equal bytes: order is kept only where it means something.
+
+Derived things (index entries, children, counts, free masks) are rebuilt from block records.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+
+from remora.namespaces.blocks import Block
+from remora.namespaces.commands import Admit, AnyAnswer, AnyEvent, Attach, Attached, Quota, SetQuota
+from remora.namespaces.extents import GeometrySpace
+from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.leases import Lease
+from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
+from remora.namespaces.prefix_index import RealmKey
+from remora.namespaces.quotas import Holding
+from remora.namespaces.sequences import Claim, Sequence
+from remora.namespaces.waiting import Blocked, Parked
+from remora.platform.base.errors import JournalError
+from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
+
+_MAGIC = b"remora-pool-snapshot-1\n"
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class _Block(_Record, frozen=True, array_like=True):
+    index: int
+    namespace_order: int
+    refs: int
+    realm_no: int = -1
+    block_hash: BlockHash = BlockHash(b"")
+    parent: int = -1
+
+
+class _Space(_Record, frozen=True, array_like=True):
+    geometry: KVGeometry
+    blocks: list[_Block]
+
+
+class _Extent(_Record, frozen=True, array_like=True):
+    space_order: int
+    last_domains: list[int]
+    residue: list[int]
+
+
+class _Namespace(_Record, frozen=True, array_like=True):
+    namespace_id: NamespaceId
+    model_id: ModelId
+    quota: Quota
+    tenant: str
+    share_group: str
+    virtual_time: float
+    counters: tuple[int, int, int, int]
+    evicted_blocks: dict[str, int]
+    #: Cached blocks in the policy's order, by the order of their space.
+    cached: dict[int, list[int]]
+
+
+class _Sequence(_Record, frozen=True, array_like=True):
+    admit: Admit
+    admitted_no: int
+    blocks: list[int]
+    num_cached: int
+    hashes: list[BlockHash]
+    anchors: dict[int, int]
+    preempted: bool
+    claim: Claim
+
+
+class _Lease(_Record, frozen=True, array_like=True):
+    attach: Attach
+    attached: Attached
+    last_call_no: int
+    answers: dict[int, AnyAnswer]
+    events: list[AnyEvent]
+    next_event_no: int
+    finished: list[SequenceId]
+    sequences: list[_Sequence]
+
+
+class _Pool(_Record, frozen=True, array_like=True):
+    config: PoolStateConfig
+    spaces: list[_Space]
+    extents: list[_Extent]
+    domains: list[str]
+    namespaces: list[_Namespace]
+    realms: list[tuple[int, bytes, int]]
+    model_spaces: dict[ModelId, int]
+    leases: list[_Lease]
+    ended: list[tuple[LeaseId, int, AnyAnswer | None]]
+    generations: list[int]
+    next_admitted_no: int
+    #: Parked admissions, namespace by namespace.
+    parked: list[tuple[int, Admit]]
+    next_order_no: int
+    virtual_time: float
+    blocked: Blocked
+    sessions: list[tuple[SessionId, Epoch]]
+
+
+_DECODER = msgspec.msgpack.Decoder(_Pool)
+
+
+def encode_snapshot(parts: PoolParts) -> bytes:
+    """Magic with version, CRC-32 of the rest, the rest."""
+    body = msgspec.msgpack.encode(_freeze(parts))
+    return _MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def decode_snapshot(data: bytes) -> PoolParts:
+    """Raises JournalError for bytes that are damaged or of another version."""
+    head = len(_MAGIC) + 4
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise JournalError(f"not a pool snapshot of this version: it starts with {data[: len(_MAGIC)]!r}")
+    body = data[head:]
+    if zlib.crc32(body) != int.from_bytes(data[len(_MAGIC) : head], "little"):
+        raise JournalError("the pool snapshot is damaged: its checksum does not match")
+    try:
+        return _thaw(_DECODER.decode(body))
+    except (msgspec.MsgspecError, LookupError) as error:
+        raise JournalError(f"the pool snapshot cannot be read: {error}") from error
+
+
+def _freeze(parts: PoolParts) -> _Pool:
+    spaces = list(parts.extents.spaces.values())
+    realms = sorted(key for key, realm in parts.index.realms.items() if realm.blocks)
+    realm_nos = {key: number for number, key in enumerate(realms)}
+    space_orders = {space.geometry_id: space.order for space in spaces}
+    return _Pool(
+        config=parts.config,
+        spaces=[_Space(space.geometry, _freeze_blocks(space, realm_nos)) for space in spaces],
+        extents=[
+            _Extent(e.space.order if e.space is not None else -1, e.last_domains, sorted(e.residue))
+            for e in parts.extents.extents
+        ],
+        domains=list(parts.book.domains),
+        namespaces=[
+            _Namespace(
+                n.namespace_id, n.model_id, n.quota, n.tenant, n.share_group, n.virtual_time,
+                (n.lookup_tokens, n.hit_tokens, n.num_admitted, n.num_preempted),
+                dict(sorted(n.evicted_blocks.items())),
+                {order: cached for order in range(len(spaces)) if (cached := _cached(n.holdings, spaces[order]))},
+            )
+            for n in parts.book.namespaces.values()
+        ],
+        realms=[(space_orders[key.geometry_id], key.fingerprint, key.domain) for key in realms],
+        model_spaces={model: space.order for model, space in sorted(parts.book.model_spaces.items())},
+        leases=[_freeze_lease(lease) for lease in parts.leases.leases.values()],
+        ended=[(lease_id, *ending) for lease_id, ending in parts.leases.ended.items()],
+        generations=parts.leases.generations,
+        next_admitted_no=parts.running.next_no,
+        parked=[(p.order_no, p.admit) for p in sorted(parts.room, key=lambda parked: parked.order_no)],
+        next_order_no=parts.room.next_order_no,
+        virtual_time=parts.room.virtual_time,
+        blocked=parts.room.blocked,
+        sessions=list(parts.sessions.highest.items()),
+    )  # fmt: skip
+
+
+def _cached(holdings: dict[str, Holding], space: GeometrySpace) -> list[int]:
+    holding = holdings.get(space.geometry_id)
+    return [block.index for block in holding.policy.ordered()] if holding is not None else []
+
+
+def _freeze_blocks(space: GeometrySpace, realm_nos: dict[RealmKey, int]) -> list[_Block]:
+    records = []
+    for extent in space.extents.values():
+        for block in extent.blocks.values():
+            order = block.holding.namespace.order
+            if block.block_hash is None or block.realm is None:
+                records.append(_Block(block.index, order, block.refs))
+            else:
+                parent = block.parent.index if block.parent is not None else -1
+                realm_no = realm_nos[block.realm.key]
+                records.append(_Block(block.index, order, block.refs, realm_no, block.block_hash, parent))
+    return sorted(records, key=lambda record: record.index)
+
+
+def _freeze_lease(lease: Lease) -> _Lease:
+    sequences = [
+        _Sequence(
+            s.admit, s.admitted_no, [block.index for block in s.blocks], s.num_cached, s.hashes,
+            {position: block.index for position, block in sorted(s.anchors.items())}, s.preempted, s.claim,
+        )
+        for s in lease.sequences.values()
+    ]  # fmt: skip
+    return _Lease(
+        lease.attach, lease.attached, lease.last_call_no, lease.answers, list(lease.events), lease.next_event_no,
+        list(lease.finished), sequences,
+    )  # fmt: skip
+
+
+def _thaw(pool: _Pool) -> PoolParts:
+    parts = PoolParts(pool.config)
+    book, ledger = parts.book, parts.ledger
+    spaces = [parts.extents.space_of(record.geometry) for record in pool.spaces]
+    for extent, record in zip(parts.extents.extents, pool.extents, strict=True):
+        if record.space_order >= 0:
+            parts.extents.lease(extent, spaces[record.space_order])
+        extent.last_domains = list(record.last_domains)
+        extent.residue = set(record.residue)
+    book.domains = {name: number for number, name in enumerate(pool.domains, 1)}
+    book.model_spaces = {model: spaces[order] for model, order in pool.model_spaces.items()}
+    namespaces = []
+    for entry in pool.namespaces:
+        command = SetQuota(
+            lease_id=LeaseId(""), namespace_id=entry.namespace_id, model_id=entry.model_id, quota=entry.quota,
+            tenant=entry.tenant, share_group=entry.share_group,
+        )  # fmt: skip
+        namespace = book.add(command)
+        namespace.virtual_time = entry.virtual_time
+        counters = entry.counters
+        namespace.lookup_tokens, namespace.hit_tokens, namespace.num_admitted, namespace.num_preempted = counters
+        namespace.evicted_blocks = dict(entry.evicted_blocks)
+        namespaces.append(namespace)
+    book.refresh_guarantees()
+    realms = [
+        parts.index.realm(RealmKey(spaces[order].geometry_id, fingerprint, domain))
+        for order, fingerprint, domain in pool.realms
+    ]
+    blocks: list[dict[int, Block]] = []
+    for space, space_record in zip(spaces, pool.spaces, strict=True):
+        extents = {
+            index: extent
+            for extent in space.extents.values()
+            for index in range(extent.first_block, extent.first_block + extent.num_blocks)
+        }
+        found: dict[int, Block] = {}
+        for item in space_record.blocks:
+            namespace, extent = namespaces[item.namespace_order], extents[item.index]
+            holding = ledger.holding(namespace, space)
+            block = found[item.index] = Block(item.index, extent, holding)
+            extent.free_mask &= ~(1 << (item.index - extent.first_block))
+            space.put(extent, block)
+            block.refs = item.refs
+            if item.refs:
+                extent.num_referenced += 1
+                ledger.num_referenced += 1
+                holding.used_blocks += 1
+                namespace.used_bytes += space.block_bytes
+            else:
+                namespace.cached_bytes += space.block_bytes
+        for item in space_record.blocks:
+            if item.realm_no >= 0:
+                parent = found[item.parent] if item.parent >= 0 else None
+                ledger.seal(found[item.index], realms[item.realm_no], item.block_hash, parent)
+        blocks.append(found)
+    for namespace, entry in zip(namespaces, pool.namespaces, strict=True):
+        for order, indices in entry.cached.items():
+            holding = ledger.holding(namespace, spaces[order])
+            for index in indices:
+                holding.policy.add(blocks[order][index])
+    running = [sequence for record in pool.leases for sequence in _thaw_lease(parts, record, blocks)]
+    for sequence in sorted(running, key=lambda sequence: sequence.admitted_no):
+        parts.running.add(sequence)
+    parts.leases.ended = {lease_id: (call_no, answer) for lease_id, call_no, answer in pool.ended}
+    parts.leases.generations = list(pool.generations)
+    for order_no, admit in pool.parked:
+        namespace = book.namespaces[admit.namespace_id]
+        virtual_time = namespace.virtual_time
+        parts.room.add(Parked(admit, parts.leases.leases[admit.lease_id], namespace, order_no))
+        namespace.virtual_time = virtual_time
+    parts.running.next_no = pool.next_admitted_no
+    parts.room.next_order_no = pool.next_order_no
+    parts.room.virtual_time = pool.virtual_time
+    parts.room.blocked = pool.blocked
+    parts.sessions.highest.update(pool.sessions)
+    return parts
+
+
+def _thaw_lease(parts: PoolParts, record: _Lease, blocks: list[dict[int, Block]]) -> list[Sequence]:
+    """Restores a lease; its sequences still have to be listed as running, in order of admission."""
+    space = parts.extents.space_of(record.attach.geometry)
+    lease = Lease(record.attach, record.attached, space)
+    lease.last_call_no = record.last_call_no
+    lease.answers = dict(record.answers)
+    lease.events.extend(record.events)
+    lease.next_event_no = record.next_event_no
+    lease.finished = dict.fromkeys(record.finished)
+    parts.leases.leases[record.attach.lease_id] = lease
+    own = blocks[space.order]
+    for item in record.sequences:
+        namespace = parts.book.namespaces[item.admit.namespace_id]
+        sequence = Sequence(item.admit, item.admitted_no, namespace, space, parts.realm(lease, namespace))
+        sequence.blocks = [own[index] for index in item.blocks]
+        sequence.num_cached = item.num_cached
+        sequence.hashes = list(item.hashes)
+        sequence.anchors = {position: own[index] for position, index in item.anchors.items()}
+        sequence.preempted = item.preempted
+        sequence.claim = item.claim
+        lease.sequences[item.admit.sequence_id] = sequence
+    return list(lease.sequences.values())
