@@ -1,8 +1,8 @@
 """What the shell of a pool must do to shared memory before an answer leaves.
 
-Order in the shell: journal the command, do its effects, journal `EffectsDone` (namespaces/journal.py), answer.
-`ZeroBlocks` is done once: replaying it after its answer has left would wipe what the new owner wrote.
-`SetGeneration` may be repeated.
+The shell journals a command, does its effects, notes in the arena that they are done, and answers. `ZeroBlocks` is done
+once: after its answer has left, doing it again would wipe what the new owner wrote. So after a restart only the effects
+of commands behind that note are done again. `SetGeneration` may be repeated.
 """
 
 from __future__ import annotations

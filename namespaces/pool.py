@@ -4,7 +4,7 @@
     journal (command, now_s)
     answer = apply(command, now_s)  ──────► one command, whole or not at all
     do take_effects()               ◄────── bytes to zero, generation words
-    journal EffectsDone, answer
+    note effects done, answer
 
 After a crash `restore(snapshot)` and the journalled commands behind it, applied in order, give the same state: leases,
 running sequences, parked admissions, answers kept for replay and all. Leases outlive the pool's process; the shell
