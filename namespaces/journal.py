@@ -2,8 +2,8 @@
 
     frame   magic 2 | length 4 | CRC-32 4 | record number 8 | payload: msgpack [command, now_s]
 
-The CRC covers number and payload. Record numbers count 1, 2, 3, ... over the life of a pool, across files; a snapshot is
-kept with the number of the last record it contains. A crash can tear the last record: it was never answered and is
+The CRC covers number and payload. Record numbers count 1, 2, 3, ... over the life of a pool, across files; a snapshot
+is kept with the number of the last record in it. A crash can tear the last record: it was never answered and is
 dropped. A bad record with a good one behind it is damage, and the journal cannot be used.
 """
 
