@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
 from remora.deployments.engine.messages import FeedMessage, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from remora.deployments.feed import FeedHub
 from remora.deployments.model_card import ModelCard
+from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import Listed, RouterCore
 from remora.platform.base.config import RemoraConfig, parse_config
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
+from remora.platform.http.app import create_app
+from remora.platform.http.http_stats import HttpStats
+from remora.platform.http.services import Services, Tokenizers
 
 
 def token_of(request: GenerationRequest, choice_index: int, position: int) -> int:
@@ -63,8 +75,8 @@ class FakeReplica:
             pool_id=self.pool_id,
             fingerprint=b"f" * 32,
             block_tokens=4,
-            max_model_len=64,
-            vocab_size=256,
+            max_model_len=200,
+            vocab_size=257,
             max_num_seqs=8,
             decoder="fake",
             weights="fp32",
@@ -104,7 +116,19 @@ class FakeReplica:
 
     async def stats(self) -> dict[str, Any]:
         self._check()
-        return {"num_running": len(self.running)}
+        histogram = {"bounds": [0.1, 1.0], "counts": [1, 2, 3], "sum": 9.5}
+        zeros = dict.fromkeys(
+            ("num_waiting", "num_parked", "load_tokens", "num_requests", "num_steps", "num_failed_steps",
+             "num_preemptions", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_published_blocks"),
+            0,
+        )  # fmt: skip
+        return {
+            **zeros,
+            "num_running": len(self.running),
+            "is_fenced": False,
+            "num_finished": {"stop": 4},
+            **dict.fromkeys(("step_s", "step_overhead_s", "time_to_first_token_s", "inter_token_s"), histogram),
+        }
 
     # ---- commands of the test --------------------------------------------------------------------------------------
 
@@ -221,4 +245,85 @@ async def cluster(config: RemoraConfig) -> Any:
     assert made.core.num_open == 0
 
 
-_ = Iterator
+def byte_tokenizer() -> ChatTokenizer:
+    """One token per byte, id = byte; 256 ends an answer. Its template writes `role: content` lines."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    alphabet = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    tokenizer = Tokenizer(BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["<end>"])
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return ChatTokenizer(tokenizer, chat_template=template, eos_token_ids=(256,))
+
+
+class _NoPools:
+    async def reports(self) -> dict[str, Any]:
+        return {}
+
+
+class Server:
+    """The HTTP face on a real socket in the test's own loop, on one fake replica that steps by itself."""
+
+    def __init__(self, cluster: Cluster, replica: FakeReplica) -> None:
+        self.cluster = cluster
+        self.core = cluster.core
+        self.replica = replica
+        self.step_s = 0.002
+        self.paused = False
+        tokenizers = Tokenizers(self.core.catalog.models, lambda _: byte_tokenizer())
+        stats = HttpStats(self.core.stats.registry)
+        services = Services(
+            config=self.core.config, core=self.core, tokenizers=tokenizers, pools=_NoPools(), stats=stats
+        )
+        server_config = uvicorn.Config(create_app(services), host="127.0.0.1", port=0, log_config=None, lifespan="off")
+        self._server = uvicorn.Server(server_config)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.url = ""
+
+    async def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._server.serve()), asyncio.create_task(self._step())]
+        await self.cluster.settle(lambda: self._server.started)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    async def _step(self) -> None:
+        while True:
+            if not self.paused:
+                await self.replica.step()
+            await asyncio.sleep(self.step_s)
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._tasks[1].cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def value(self, name: str, **labels: str) -> float:
+        """One sample of the router's own metrics."""
+        return self.core.stats.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+async def server(cluster: Cluster) -> AsyncIterator[Server]:
+    replica = FakeReplica("a")
+    await cluster.add(replica)
+    made = Server(cluster, replica)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+async def openai_client(server: Server) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10) as client:
+        yield client

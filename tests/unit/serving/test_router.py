@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.router import MAX_LOST_ATTEMPTS, GenerationJob
 from remora.platform.base.errors import InvalidRequest, OverQuota, Unavailable
@@ -46,7 +47,9 @@ async def step_until_done(*replicas: Any) -> None:
         await asyncio.sleep(0.002)
 
 
-async def test_a_request_streams_from_a_replica_to_its_end(cluster: Any, make_replica: Any, expected_token: Any) -> None:
+async def test_a_request_streams_from_a_replica_to_its_end(
+    cluster: Any, make_replica: Any, expected_token: Any
+) -> None:
     replica = make_replica("a")
     await cluster.add(replica)
     stream = await cluster.core.open(job(n=2))
@@ -93,7 +96,7 @@ async def test_a_choice_that_has_ended_is_not_repeated_after_a_failover(cluster:
     await cluster.add(first)
     stream = await cluster.core.open(job(max_tokens=3, n=2))
     await cluster.settle(lambda: first.running)
-    request, choices = next(iter(first.running.values()))
+    _request, choices = next(iter(first.running.values()))
     choices[1] = None  # only choice 0 runs
     await first.step(3)
     await cluster.settle(lambda: stream.log.finished_choices() == (0,))
