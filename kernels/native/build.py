@@ -27,9 +27,11 @@ COMMON_FLAGS = (
     # Every variant of a kernel must round alike: products are fused only where the source says so.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"),
 )
-LINK_FLAGS = ("-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc")
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc")
 #: Compiled once; every other source is a level file.
-SHARED_SOURCES = frozenset({"api", "attention_plan", "decoder", "dispatch", "model", "packing", "threads"})
+SHARED_SOURCES = frozenset(
+    {"api", "api_attention", "attention_plan", "decoder", "dispatch", "model", "packing", "threads"}
+)
 
 
 class BuildError(Exception):

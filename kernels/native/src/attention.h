@@ -8,19 +8,7 @@
 #include "attention_work.h"
 #include "remora.h"
 
-namespace remora {
-
-struct AttentionCall {
-  const float* q;    // [num_tokens][q_stride], rotated; query heads side by side
-  int64_t q_stride;  // floats
-  float* out;        // [num_tokens][out_stride]
-  int64_t out_stride;
-  float* lse;  // [num_tokens][num_heads], natural log; nullptr when not wanted
-  int32_t layer, num_heads;
-  float scale;  // multiplies q·k; positive
-};
-
-namespace REMORA_LEVEL {
+namespace remora::REMORA_LEVEL {
 
 // Query rows per tile that suit this level: what AttentionPlan::prepare wants.
 int32_t attention_tile_rows(const Arena& arena);
@@ -30,5 +18,4 @@ int32_t attention_tile_rows(const Arena& arena);
 // the scratch of the team is overwritten and, on AMX, the thread's tiles are released.
 void attention(Team& team, const Step& step, const Arena& arena, const AttentionCall& call, const AttentionWork& work);
 
-}  // namespace REMORA_LEVEL
-}  // namespace remora
+}  // namespace remora::REMORA_LEVEL

@@ -1,4 +1,5 @@
-// The attention of one step, cut into items that threads claim one by one. Plain data: level files read it.
+// What attention works on, as plain data that level files read: the items of a step, claimed by threads one by one, and
+// one layer's call.
 #pragma once
 #include <cstdint>
 
@@ -24,6 +25,16 @@ struct AttentionWork {
   const int64_t* first_part;  // [num_splits] index of the part of chunk 0
   float* parts;               // results of single chunks of split tiles
   int64_t part_floats;        // tile_rows * (head_dim + 2)
+};
+
+struct AttentionCall {
+  const float* q;    // [num_tokens][q_stride], rotated; query heads side by side
+  int64_t q_stride;  // floats
+  float* out;        // [num_tokens][out_stride]
+  int64_t out_stride;
+  float* lse;  // [num_tokens][num_heads], natural log; nullptr when not wanted
+  int32_t layer, num_heads;
+  float scale;  // multiplies q·k; positive
 };
 
 }  // namespace remora

@@ -1,5 +1,6 @@
 // The kernels of one instruction-set level as a table of functions, and the choice of a level.
 #pragma once
+#include "attention_work.h"
 #include "linear.h"
 #include "step_work.h"
 #include "remora.h"
@@ -18,6 +19,10 @@ struct LevelKernels {
   void (*rope_head)(float* head, const float* cos, const float* sin, int64_t head_dim);
   int32_t (*argmax_row)(const float* x, int64_t count, float* maximum);
   float (*log_sum_exp_row)(const float* x, int64_t count);
+  void (*store_kv)(Team& team, const Step& step, const Arena& arena, int32_t layer, const float* k, int64_t k_stride,
+                   const float* v, int64_t v_stride);
+  void (*attention)(Team& team, const Step& step, const Arena& arena, const AttentionCall& call,
+                    const AttentionWork& work);
 };
 
 constexpr int NUM_LEVELS = 5;
