@@ -12,4 +12,4 @@ from remora.kernels.layout import BlockLayout
 
 def block_checksum(layout: BlockLayout, data: NDArray[np.uint8], block: int) -> int:
     """CRC-32 (zlib) of all bytes of the block, padding included. Raises KernelError outside the arena."""
-    return zlib.crc32(memoryview(layout.block_view(data, block)))
+    return zlib.crc32(layout.block_view(data, block).data)

@@ -72,6 +72,8 @@ class TorchDecoder:
         self._weights = weights
         self._inv_freq = self._tensor("rope_inv_freq", (shape.head_dim // 2,))
         self._embed = self._tensor("embed", (shape.vocab_size, shape.hidden_size))
+        if shape.weights == "bf16":
+            self._embed = self._embed.to(torch.bfloat16)
         self._final_norm = self._tensor("final_norm", (shape.hidden_size,))
         head = "lm_head" if "lm_head" in weights else "embed"
         self._lm_head = self._linear(head, None, shape.vocab_size, shape.hidden_size)
@@ -172,8 +174,9 @@ class TorchDecoder:
 
     def _attend(self, index: int, layer: _Layer, qkv: torch.Tensor, kv: torch.Tensor, step: _Step) -> torch.Tensor:
         shape = self._shape
-        heads = (shape.num_attention_heads, shape.num_kv_heads, shape.num_kv_heads)
-        q, k, v = qkv.view(len(qkv), sum(heads), shape.head_dim).split(heads, dim=1)
+        heads_THD = qkv.view(len(qkv), -1, shape.head_dim)
+        first_k, first_v = shape.num_attention_heads, shape.num_attention_heads + shape.num_kv_heads
+        q, k, v = heads_THD[:, :first_k], heads_THD[:, first_k:first_v], heads_THD[:, first_v:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, shape.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, shape.rms_norm_eps)
