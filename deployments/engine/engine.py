@@ -90,7 +90,8 @@ class Engine:
 
         A request with the id of a live one replaces it, without a word about the old one.
         """
-        self._post(lambda: self._book.submit(request, self._clock.now_s()))
+        now_s = self._clock.now_s()
+        self._post(lambda: self._book.submit(request, now_s))
 
     def cancel(self, request_id: RequestId) -> None:
         """Ends a request within one step, wherever it is; its blocks go back. Unknown ids are ignored."""

@@ -211,7 +211,11 @@ class RequestBook:
         self._scheduler.enqueue(sequence)
 
     def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
-        self.fail(sequence, PoolError(f"{refused.error}: {refused.message}"))
+        kind = getattr(errors, refused.error, None)
+        error: RemoraError = PoolError(f"{refused.error}: {refused.message}")
+        if isinstance(kind, type) and issubclass(kind, RemoraError) and kind is not errors.OverQuota:
+            error = kind(refused.message)
+        self.fail(sequence, error)
 
     def on_lease_lost(self, reason: str) -> None:
         self._fence(reason)

@@ -1,0 +1,315 @@
+"""A pool in this process: the real pool state over private memory, as a port. For tests and benchmarks.
+
+No journal and no shared memory: what the actor's shell does around `PoolState` (numbering, effects, generation words)
+is done here in a few lines, synchronously.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from remora.cache_actors.port import EngineCommand, OnAnswer, OnEvent
+from remora.namespaces.commands import (
+    Admit,
+    AnyAnswer,
+    AnyCommand,
+    AnyEvent,
+    Attach,
+    Attached,
+    Extend,
+    LeaseLost,
+    ProcessIdentity,
+    Publish,
+    Quota,
+    QuotaSet,
+    Refused,
+    Release,
+    SetQuota,
+    Tick,
+)
+from remora.namespaces.effects import SetGeneration, ZeroBlocks
+from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.pool import PoolState, PoolStateConfig
+from remora.platform.base.clock import Clock, SystemClock
+from remora.platform.base.errors import ArenaError, StaleLease
+from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, ReplicaId
+
+#: How answers and events reach the engine: within `send`; when the test says so; or from threads, a little later.
+Delivery = Literal["inline", "manual", "threads"]
+_MAX_DELAY_S = 0.002
+#: Answers a command in the pool's place; the pool then never sees it. None: the pool answers.
+Deny = Callable[[EngineCommand], AnyAnswer | None]
+
+
+class LocalMemory:
+    """Private bytes as one model sees them (kernels.base.KVMemory)."""
+
+    def __init__(self, data: NDArray[np.uint8], geometry: KVGeometry) -> None:
+        self._data = data
+        self._geometry = geometry
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        return self._data
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return self._geometry
+
+
+class LocalDevice:
+    """The pool of one device and its memory; any number of models attach to it. Thread-safe."""
+
+    def __init__(self, *, data_bytes: int, extent_bytes: int, clock: Clock | None = None) -> None:
+        config = PoolStateConfig(
+            data_bytes=data_bytes, extent_bytes=extent_bytes, reserved_bytes=1 << 40, incarnation=1, eviction="lru"
+        )
+        self.state = PoolState(config)
+        self.data: NDArray[np.uint8] = np.zeros(data_bytes, np.uint8)
+        self._clock = clock if clock is not None else SystemClock()
+        self._lock = threading.RLock()
+        self._generations: dict[int, int] = {}
+        self._ports: list[LocalPool] = []
+
+    def set_quota(
+        self,
+        namespace_id: NamespaceId,
+        model_id: ModelId,
+        *,
+        guaranteed_bytes: int = 0,
+        limit_bytes: int | None = None,
+        weight: float = 1.0,
+        tenant: str = "",
+        share_group: str = "",
+    ) -> None:
+        """Creates a namespace or changes its quota; no limit: the whole device. Raises ArenaError if refused."""
+        answer = self.apply(
+            SetQuota(
+                lease_id=LeaseId(""),
+                namespace_id=namespace_id,
+                model_id=model_id,
+                quota=Quota(
+                    guaranteed_bytes=guaranteed_bytes,
+                    limit_bytes=self.data.nbytes if limit_bytes is None else limit_bytes,
+                    weight=weight,
+                ),
+                tenant=tenant,
+                share_group=share_group,
+            )
+        )
+        if not isinstance(answer, QuotaSet):
+            raise ArenaError(f"the local pool refused the quota of {namespace_id}: {answer}")
+
+    def attach(
+        self,
+        geometry: KVGeometry,
+        *,
+        model_id: ModelId,
+        fingerprint: bytes,
+        delivery: Delivery = "inline",
+        seed: int = 0,
+    ) -> LocalPool:
+        """A port for one more engine. Raises ArenaError if the pool refuses it."""
+        return LocalPool(self, geometry, model_id=model_id, fingerprint=fingerprint, delivery=delivery, seed=seed)
+
+    def tick(self) -> None:
+        """Lets parked admissions past their deadline be denied."""
+        self.apply(Tick(lease_id=LeaseId("")))
+
+    def revoke(self, port: LocalPool) -> None:
+        """Ends a port's lease as if its process were gone."""
+        self.apply(LeaseLost(lease_id=port.lease_id))
+
+    def generation(self, lease_slot: int) -> int:
+        return self._generations.get(lease_slot, 0)
+
+    def apply(self, command: AnyCommand) -> AnyAnswer:
+        """Applies a command, does its effects and passes on the events it caused."""
+        with self._lock:
+            answer = self.state.apply(command, self._clock.now_s())
+            for effect in self.state.take_effects():
+                match effect:
+                    case ZeroBlocks(block_bytes=size, blocks=blocks):
+                        for block in blocks:
+                            self.data[block * size : (block + 1) * size] = 0
+                    case SetGeneration(lease_slot=slot, value=value):
+                        self._generations[slot] = value
+            return answer
+
+    def pass_on_events(self) -> None:
+        """Hands new events to the ports."""
+        with self._lock:
+            for port in self._ports:
+                port.take_events(self.state)
+
+    def connect(self, port: LocalPool) -> None:
+        with self._lock:
+            self._ports.append(port)
+
+
+class LocalPool:
+    """One lease on a LocalDevice (port.PoolPort).
+
+    Answers come in order; events come in order; how the two interleave is up to `delivery`.
+    """
+
+    def __init__(
+        self,
+        device: LocalDevice,
+        geometry: KVGeometry,
+        *,
+        model_id: ModelId,
+        fingerprint: bytes,
+        delivery: Delivery = "inline",
+        seed: int = 0,
+    ) -> None:
+        """Attaches; `seed` fixes the delays of threads. Raises ArenaError if the pool refuses."""
+        self.device = device
+        self.memory = LocalMemory(device.data, geometry)
+        self.lease_id = LeaseId(f"local-{os.urandom(6).hex()}")
+        #: Tests set it.
+        self.deny: Deny | None = None
+        self._delivery = delivery
+        self._call_no = 1
+        self._event_no = 0
+        self._on_answer: OnAnswer | None = None
+        self._on_event: OnEvent | None = None
+        self._answers: deque[Callable[[], None]] = deque()
+        self._events: deque[Callable[[], None]] = deque()
+        answer = device.apply(
+            Attach(
+                lease_id=self.lease_id,
+                call_no=1,
+                replica_id=ReplicaId(self.lease_id),
+                model_id=model_id,
+                geometry=geometry,
+                fingerprint=fingerprint,
+                process=ProcessIdentity(pid=os.getpid(), start_time_ticks=0, boot_id="local"),
+            )
+        )
+        if not isinstance(answer, Attached):
+            raise ArenaError(f"the local pool refused {model_id}: {answer}")
+        self._attached = answer
+        device.connect(self)
+        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        if delivery == "threads":
+            for number in range(2):
+                pending: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+                delays = random.Random(seed + number)
+                self._queues.append(pending)
+                threading.Thread(target=_deliver_slowly, args=(pending, delays), name="local-pool", daemon=True).start()
+
+    @classmethod
+    def alone(
+        cls,
+        geometry: KVGeometry,
+        *,
+        num_blocks: int,
+        namespaces: Mapping[str, int | None],
+        model_id: str = "model",
+        fingerprint: bytes = b"local",
+        clock: Clock | None = None,
+        delivery: Delivery = "inline",
+        seed: int = 0,
+    ) -> LocalPool:
+        """A device of its own with `num_blocks` blocks, for one model; `namespaces`: name → limit in blocks."""
+        data_bytes = num_blocks * geometry.block_bytes
+        device = LocalDevice(data_bytes=data_bytes, extent_bytes=data_bytes, clock=clock)
+        for name, limit in namespaces.items():
+            limit_bytes = None if limit is None else limit * geometry.block_bytes
+            device.set_quota(NamespaceId(name), ModelId(model_id), limit_bytes=limit_bytes)
+        return device.attach(
+            geometry, model_id=ModelId(model_id), fingerprint=fingerprint, delivery=delivery, seed=seed
+        )
+
+    # ---- port.PoolPort
+
+    def bind(self, on_answer: OnAnswer, on_event: OnEvent) -> None:
+        self._on_answer, self._on_event = on_answer, on_event
+
+    def send(self, command: EngineCommand) -> None:
+        answer = self.deny(command) if self.deny is not None else None
+        if answer is None:
+            self._call_no += 1
+            stamped: Admit | Extend | Publish | Release = msgspec.structs.replace(
+                command, lease_id=self.lease_id, call_no=self._call_no
+            )
+            answer = self.device.apply(stamped)
+            if isinstance(answer, Refused) and answer.error in ("CallOrder", "StaleLease"):
+                self._call_no -= 1
+        on_answer, given = self._on_answer, answer
+        if on_answer is not None:
+            self._hand_over(0, self._answers, lambda: on_answer(command, given))
+        self.device.pass_on_events()
+
+    def may_emit(self) -> bool:
+        return self.device.generation(self._attached.lease_slot) == self._attached.generation
+
+    # ---- delivery
+
+    def take_events(self, state: PoolState) -> None:
+        """Queues the lease's new events."""
+        on_event = self._on_event
+        try:
+            events = state.events_after(self.lease_id, self._event_no)
+        except StaleLease:
+            return  # the next answer says so
+        for event in events:
+            self._event_no = event.event_no
+            if on_event is not None:
+                self._hand_over(1, self._events, _call(on_event, event))
+
+    def deliver_answers(self, most: int | None = None) -> int:
+        """Manual delivery: hands over the next answers; returns how many."""
+        return _deliver(self._answers, most)
+
+    def deliver_events(self, most: int | None = None) -> int:
+        """Manual delivery: hands over the next events; returns how many."""
+        return _deliver(self._events, most)
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether answers and events come later, from threads."""
+        return bool(self._queues)
+
+    def close(self) -> None:
+        """Ends the delivery threads."""
+        for pending in self._queues:
+            pending.put(None)
+
+    def _hand_over(self, number: int, waiting: deque[Callable[[], None]], deliver: Callable[[], None]) -> None:
+        if self._delivery == "inline":
+            deliver()
+        elif self._delivery == "manual":
+            waiting.append(deliver)
+        else:
+            self._queues[number].put(deliver)
+
+
+def _call(on_event: OnEvent, event: AnyEvent) -> Callable[[], None]:
+    return lambda: on_event(event)
+
+
+def _deliver(waiting: deque[Callable[[], None]], most: int | None) -> int:
+    count = 0
+    while waiting and (most is None or count < most):
+        waiting.popleft()()
+        count += 1
+    return count
+
+
+def _deliver_slowly(pending: queue.SimpleQueue[Callable[[], None] | None], delays: random.Random) -> None:
+    while (deliver := pending.get()) is not None:
+        time.sleep(delays.uniform(0.0, _MAX_DELAY_S))
+        deliver()
