@@ -1,7 +1,7 @@
 """The feeds of one replica: what the engine thread produces, gathered per router and sent as one message a step.
 
     engine thread ── emit(router, deltas) ──► hub ── messages(router) ──► router
-                                               └── on_closed(router): its requests are cancelled
+                                               └── on_abandoned(requests): nobody waits for them any more
 
 A feed is an era. Opening one ends the router's earlier feed and cancels what was sent under it, because the router has
 already given those requests to another replica, or sends them again.
@@ -12,22 +12,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from remora.deployments.engine.messages import FeedMessage, TokenDelta
-from remora.platform.base.errors import IntegrityError
-from remora.platform.base.ids import ReplicaId, RouterId
+from remora.deployments.engine.messages import FeedMessage, GenerationRequest, TokenDelta
+from remora.platform.base.errors import IntegrityError, Unavailable
+from remora.platform.base.ids import ReplicaId, RequestId, RouterId
 
 #: A silent feed sends an empty message this often, so that the other side can tell idle from dead.
 HEARTBEAT_S = 1.0
 
 
 class _Feed:
-    __slots__ = ("closed", "deltas", "message_no", "wake")
+    __slots__ = ("closed", "deltas", "message_no", "num_open_choices", "wake")
 
     def __init__(self) -> None:
         self.deltas: list[TokenDelta] = []
         self.message_no = 0
         self.wake = asyncio.Event()
         self.closed = False
+        #: Of each request that was taken under this feed and has not ended.
+        self.num_open_choices: dict[RequestId, int] = {}
 
 
 class FeedHub:
@@ -37,12 +39,12 @@ class FeedHub:
         self,
         replica_id: ReplicaId,
         *,
-        on_closed: Callable[[RouterId], None],
+        on_abandoned: Callable[[Sequence[RequestId]], None],
         load_tokens: Callable[[], int],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._replica_id = replica_id
-        self._on_closed = on_closed
+        self._on_abandoned = on_abandoned
         self._load_tokens = load_tokens
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
@@ -57,12 +59,27 @@ class FeedHub:
 
     def _deliver(self, router_id: RouterId, deltas: Sequence[TokenDelta]) -> None:
         feed = self._feeds.get(router_id)
-        if feed is not None:
-            feed.deltas.extend(deltas)
-            feed.wake.set()
+        if feed is None:
+            return
+        for delta in deltas:
+            if delta.finish_reason is not None and delta.request_id in feed.num_open_choices:
+                feed.num_open_choices[delta.request_id] -= 1
+                if delta.finish_reason == "error" or not feed.num_open_choices[delta.request_id]:
+                    del feed.num_open_choices[delta.request_id]
+        feed.deltas.extend(deltas)
+        feed.wake.set()
 
-    def is_open(self, router_id: RouterId) -> bool:
-        return router_id in self._feeds
+    def take(self, request: GenerationRequest) -> None:
+        """Notes a request under its router's feed. Raises Unavailable without one: nobody would hear its answer."""
+        feed = self._feeds.get(request.router_id)
+        if feed is None:
+            raise Unavailable(f"router {request.router_id} has no open feed at replica {self._replica_id}")
+        feed.num_open_choices[request.request_id] = request.num_choices
+
+    def drop(self, request_id: RequestId) -> None:
+        """Forgets a request that was cancelled."""
+        for feed in self._feeds.values():
+            feed.num_open_choices.pop(request_id, None)
 
     def num_open(self) -> int:
         return len(self._feeds)
@@ -98,7 +115,7 @@ class FeedHub:
         if feed is not None:
             feed.closed = True
             feed.wake.set()
-            self._on_closed(router_id)
+            self._on_abandoned(tuple(feed.num_open_choices))
 
     def close_all(self) -> None:
         """Ends every feed: the replica is going away."""
@@ -110,5 +127,7 @@ class FeedHub:
         for router_id, feed in self._feeds.items():
             if feed.closed:
                 raise IntegrityError(f"feed of router {router_id} is closed but still registered")
+            if any(count < 1 for count in feed.num_open_choices.values()):
+                raise IntegrityError(f"feed of router {router_id} holds a request that has ended")
             if feed.deltas and not feed.wake.is_set():
                 raise IntegrityError(f"feed of router {router_id} has deltas that nothing will send")

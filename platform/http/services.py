@@ -21,7 +21,7 @@ class PoolReports(Protocol):
     """Asks the pool actors how they are."""
 
     async def reports(self) -> Mapping[str, Any]:
-        """Pool id → report (namespaces/pool.py: PoolReport) of the pools that answer in time."""
+        """Pool id → description (cache_actors/pool_messages.py: PoolDescription) of the pools that answer in time."""
         ...
 
 

@@ -51,15 +51,15 @@ class FakeReplica:
         #: Answers a request with this error instead of tokens.
         self.error: dict[str, Any] | None = None
         self.hub = FeedHub(
-            self.replica_id, on_closed=self._drop_router, load_tokens=self.load_tokens, heartbeat_s=heartbeat_s
+            self.replica_id, on_abandoned=self._drop, load_tokens=self.load_tokens, heartbeat_s=heartbeat_s
         )
 
     def load_tokens(self) -> int:
         return sum(len(request.prompt_token_ids) for request, _ in self.running.values())
 
-    def _drop_router(self, router_id: RouterId) -> None:
-        for request_id in [key for key, (request, _) in self.running.items() if request.router_id == router_id]:
-            del self.running[request_id]
+    def _drop(self, request_ids: Sequence[RequestId]) -> None:
+        for request_id in request_ids:
+            self.running.pop(request_id, None)
 
     def _check(self) -> None:
         if not self.alive:
@@ -95,8 +95,7 @@ class FakeReplica:
         self._check()
         self.num_submit_calls += 1
         for request in requests:
-            if not self.hub.is_open(request.router_id):
-                raise Unavailable("no feed")
+            self.hub.take(request)
             self.submitted.append(request)
             resumed = request.output_token_ids or ((),) * request.num_choices
             self.running[request.request_id] = (request, [list(ids) for ids in resumed])
@@ -112,6 +111,7 @@ class FakeReplica:
         self._check()
         self.cancelled.extend(request_ids)
         for request_id in request_ids:
+            self.hub.drop(request_id)
             self.running.pop(request_id, None)
 
     async def stats(self) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""The model replica: a Ray Serve deployment around one engine. It owns the weights and running requests, but no KV.
+
+    router ─ submit, cancel ─► ModelReplica ─► Engine (thread) ─► arena (mapped)
+           ◄──── feed ───────── FeedHub   ◄──── deltas            pool actor (lease)
+
+When the lease is lost, or the arena behind it is another, nothing more is launched and the process exits; Serve starts
+a new one, and the routers continue its requests there or elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Never
+
+import msgspec
+import ray
+from ray import serve
+
+from remora.cache_actors.pool_actor import get_or_create_pool
+from remora.cache_actors.pool_client import PoolClient
+from remora.cache_actors.process_watch import process_identity
+from remora.cache_actors.registry import get_or_create_registry
+from remora.cache_actors.registry_client import RegistryMember
+from remora.cache_actors.registry_state import ReplicaLoad, ReplicaRecord, ReplicaStatus
+from remora.cache_actors.step_lock import StepLock
+from remora.deployments.catalog import Catalog
+from remora.deployments.engine.base import EngineConfig, EngineNamespace, EngineStats
+from remora.deployments.engine.engine import Engine
+from remora.deployments.engine.messages import GenerationRequest
+from remora.deployments.feed import FeedHub
+from remora.deployments.model_card import ModelCard
+from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.stall import StallWatch
+from remora.platform.base.clock import SystemClock
+from remora.platform.base.config import RemoraConfig
+from remora.platform.base.errors import Unavailable
+from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, RouterId
+from remora.platform.base.paths import default_state_dir
+from remora.platform.base.serve_environment import bind_replica_to_loopback
+from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
+
+logger = logging.getLogger(__name__)
+
+#: Exit status of a replica whose lease is lost.
+EXIT_LEASE_LOST = 70
+
+_encoder = msgspec.msgpack.Encoder()
+_requests_decoder = msgspec.msgpack.Decoder(list[GenerationRequest])
+_ids_decoder = msgspec.msgpack.Decoder(list[RequestId])
+
+
+class ModelReplica:
+    """Methods are called by routers through ServeLink; `target` names the replica they are meant for."""
+
+    async def __init__(self, config: RemoraConfig, model_name: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Loads the model and joins the pool of its device on this node. Raises ModelError, ArenaError or PoolError."""
+        logging.basicConfig(level=logging.INFO)
+        bind_replica_to_loopback()
+        self._config = config
+        self._model_config = next(model for model in config.models if model.name == model_name)
+        self._device = next(device for device in config.devices if device.name == self._model_config.device)
+        self._catalog = Catalog(config)
+        self.replica_id = ReplicaId(serve.get_replica_context().replica_id.unique_id)
+        setup_telemetry(f"replica-{model_name}", config.telemetry, config.cluster.state_dir or default_state_dir())
+        self._loop = asyncio.get_running_loop()
+        pool = get_or_create_pool(config, self._device.name, ray.get_runtime_context().get_node_id())
+        num_threads = self._device.num_threads or len(os.sched_getaffinity(0))
+        self._model: LoadedModel = await asyncio.to_thread(
+            load_model, self._model_config, block_tokens=self._device.block_tokens, num_threads=num_threads
+        )
+        self._lease = await PoolClient.attach(
+            pool,
+            replica_id=self.replica_id,
+            model_id=ModelId(model_name),
+            geometry=self._model.geometry,
+            fingerprint=self._model.fingerprint,
+            reserved_bytes=self._model.weights_bytes,
+            on_lost=self._die,
+        )
+        weight = sum(namespace.weight for namespace in config.namespaces_of(model_name))
+        self._gate = StepLock(Path(self._lease.binding.step_lock_path), weight=weight)
+        self._hub = FeedHub(
+            self.replica_id, on_abandoned=self._cancel_all, load_tokens=lambda: self._engine.load_tokens
+        )
+        self._engine = Engine(
+            self._model,
+            self._lease.memory,
+            self._lease,
+            self._gate,
+            SystemClock(),
+            self._hub.emit,
+            find_namespace=self._find_namespace,
+            config=EngineConfig(
+                max_num_seqs=self._model_config.max_num_seqs,
+                max_step_tokens=self._model_config.max_step_tokens,
+                debug=config.cluster.debug,
+            ),
+            on_fenced=self._on_fenced,
+        )
+        self._stall = StallWatch()
+        self._engine.start()
+        self._membership = RegistryMember(get_or_create_registry(config.cluster), self._record(), self._report)
+        await self._membership.start()
+        logger.info("replica %s of %s is up", self.replica_id, model_name)
+
+    def _find_namespace(self, namespace_id: NamespaceId) -> EngineNamespace:
+        own = self._catalog.find_namespace(ModelId(self._model.name), namespace_id)
+        return EngineNamespace(
+            root=self._catalog.chain_root(own, self._model.fingerprint), weight=self._catalog.namespaces[own].weight
+        )
+
+    # ---- called by routers -------------------------------------------------------------------------------------------
+
+    async def describe(self, *, target: str) -> bytes:
+        """ModelCard."""
+        return _encoder.encode(
+            ModelCard(
+                replica_id=self.replica_id,
+                model_id=ModelId(self._model.name),
+                pool_id=self._lease.binding.pool_id,
+                fingerprint=self._model.fingerprint,
+                block_tokens=self._model.geometry.block_tokens,
+                max_model_len=self._model.max_model_len,
+                vocab_size=self._model.vocab_size,
+                max_num_seqs=self._model_config.max_num_seqs,
+                decoder=self._model.decoder.name,
+                weights=self._model_config.weights,
+                pid=os.getpid(),
+            )
+        )
+
+    async def submit(self, data: bytes, *, target: str) -> bytes:
+        """Takes a list of GenerationRequest. Raises Unavailable for a router without an open feed."""
+        for request in _requests_decoder.decode(data):
+            self._hub.take(request)
+            self._engine.submit(request)
+        return b""
+
+    async def cancel(self, data: bytes, *, target: str) -> bytes:
+        """Stops a list of RequestId; unknown ones are ignored."""
+        request_ids = _ids_decoder.decode(data)
+        for request_id in request_ids:
+            self._hub.drop(request_id)
+        self._cancel_all(request_ids)
+        return b""
+
+    async def feed(self, router_id: str, *, target: str) -> AsyncIterator[bytes]:
+        """FeedMessages for the router, one a step at most; see FeedHub."""
+        async for message in self._hub.messages(RouterId(router_id)):
+            yield _encoder.encode(message)
+
+    async def stats(self, *, target: str) -> bytes:
+        """EngineStats."""
+        return _encoder.encode(self._engine.stats())
+
+    # ---- called by Serve ---------------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raises Unavailable when the lease is lost or the engine does not get on; Serve then replaces the replica."""
+        stats = self._engine.stats()
+        if stats.is_fenced or not self._lease.may_emit():
+            raise Unavailable("the lease is lost")
+        self._stall.check(stats)
+
+    async def __del__(self) -> None:
+        """Serve's orderly end: stops the engine, gives the lease back, leaves the directory."""
+        await self._membership.stop()
+        await asyncio.to_thread(self._engine.stop)
+        self._hub.close_all()
+        await self._lease.detach()
+        self._gate.close()
+        flush_telemetry(1.0)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _cancel_all(self, request_ids: Sequence[RequestId]) -> None:
+        for request_id in request_ids:
+            self._engine.cancel(request_id)
+
+    def _on_fenced(self, reason: str) -> None:
+        """Called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._die, reason)
+
+    def _die(self, reason: str) -> Never:
+        """Nothing may be computed or said any more: the process ends now, not in order."""
+        logger.critical("replica %s ends: %s", self.replica_id, reason)
+        logging.shutdown()
+        os._exit(EXIT_LEASE_LOST)
+
+    def _record(self) -> ReplicaRecord:
+        return ReplicaRecord(
+            replica_id=self.replica_id,
+            model_id=ModelId(self._model.name),
+            namespace_ids=self._catalog.namespaces_of[ModelId(self._model.name)],
+            node_id=ray.get_runtime_context().get_node_id(),
+            pool_id=self._lease.binding.pool_id,
+            process=process_identity(),
+            endpoint=self.replica_id,
+            fingerprint=self._model.fingerprint,
+            geometry=self._model.geometry,
+            max_model_len=self._model.max_model_len,
+            decoder=self._model.decoder.name,
+        )
+
+    def _report(self) -> tuple[ReplicaStatus, ReplicaLoad]:
+        stats: EngineStats = self._engine.stats()
+        return "ready", ReplicaLoad(num_running=stats.num_running, num_waiting=stats.num_waiting)
