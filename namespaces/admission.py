@@ -158,7 +158,7 @@ class Admission:
         """A namespace within its guarantee lacks memory that borrowers use: they are told to give it back."""
         if not self.parts.running.num_preempted:
             running = self.parts.running.sequences.values()
-            for victim in choose_victims(running, namespace, lease.space, shortage, asker=None):
+            for victim in choose_victims(running, namespace, lease.space, shortage, asker=None, entitled=True):
                 self.parts.preempt(victim, "a namespace below its guarantee needs the borrowed memory")
 
     def _over_quota(self, lease: Lease, admit: Admit, namespace: Namespace, reason: str) -> OverQuota:

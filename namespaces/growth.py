@@ -52,7 +52,7 @@ class Growth:
             entitled = namespace.used_bytes + count * space.block_bytes <= namespace.guaranteed_bytes
             parts.running.set_claim(sequence, "guaranteed" if entitled else "borrowed")
             running = parts.running.sequences.values()
-            for victim in choose_victims(running, namespace, space, plan, asker=sequence):
+            for victim in choose_victims(running, namespace, space, plan, asker=sequence, entitled=entitled):
                 parts.preempt(victim, f"memory is short for running sequences of {namespace.namespace_id}")
             return None
         parts.placement.apply(plan, space)

@@ -14,9 +14,8 @@ G // extent_bytes whole extents and those that fit the rest.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from remora.namespaces.commands import Quota, SetQuota
+from remora.namespaces.commands import SetQuota
 from remora.namespaces.eviction import EvictionPolicy
 from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.hashing import sharing_domain
@@ -88,13 +87,6 @@ class Namespace:
         return min(holding.held_blocks, self.guaranteed_bytes // holding.space.block_bytes)
 
 
-class _Demand(NamedTuple):
-    """What the guarantees of one geometry's namespaces need."""
-
-    guaranteed_bytes: int
-    num_extents: int
-
-
 class QuotaBook:
     """All namespaces of a pool and the arithmetic of their guarantees."""
 
@@ -129,25 +121,24 @@ class QuotaBook:
         spaces = dict(self.model_spaces)
         if model_id is not None and space is not None:
             spaces[model_id] = space
-        demands = self._demands(quotas, spaces)
-        needed = sum(demand.num_extents for demand in demands.values())
+        totals: dict[str, int] = {}
+        unserved = 0  # guarantees of models without a replica so far: they may yet share extents with any other
+        for owner, quota in quotas.values():
+            if owner in spaces:
+                key = spaces[owner].geometry_id
+                totals[key] = totals.get(key, 0) + quota.guaranteed_bytes
+            else:
+                unserved += quota.guaranteed_bytes
+        needed = sum(-(-size // self.extent_bytes) for size in totals.values())
+        spare = needed * self.extent_bytes - sum(totals.values())
+        needed += -(-max(0, unserved - spare) // self.extent_bytes)
         if needed <= self.num_extents:
             return None
-        total = sum(demand.guaranteed_bytes for demand in demands.values())
+        total = sum(totals.values()) + unserved
         return (
             f"guarantees of {total} bytes need {needed} extents of {self.extent_bytes} bytes, the arena has "
             f"{self.num_extents} (each geometry leases whole extents); lower `guaranteed` or enlarge arena_bytes"
         )
-
-    def _demands(
-        self, quotas: dict[NamespaceId, tuple[ModelId, Quota]], spaces: dict[ModelId, GeometrySpace]
-    ) -> dict[str, _Demand]:
-        """By geometry id; models that no replica serves yet count together under ""."""
-        totals: dict[str, int] = {}
-        for model_id, quota in quotas.values():
-            key = spaces[model_id].geometry_id if model_id in spaces else ""
-            totals[key] = totals.get(key, 0) + quota.guaranteed_bytes
-        return {key: _Demand(total, -(-total // self.extent_bytes)) for key, total in totals.items()}
 
     def refresh_guarantees(self) -> None:
         """Recomputes every namespace's guarantee in whole blocks, after a quota or a model's geometry changed."""

@@ -23,11 +23,13 @@ def choose_victims(
     shortage: Shortage,
     *,
     asker: Sequence | None,
+    entitled: bool,
 ) -> list[Sequence]:
     """Sequences to preempt now so that `namespace` gets what it lacks; those told before count first.
 
-    With an asker the answer may be the asker alone: nobody of lower rank would help. Without one (a parked admission
-    within its guarantee) only borrowers are candidates, and the answer is empty if they would not help either.
+    `entitled`: the namespace stays within its guarantee with what it asks for. With an asker the answer may be the
+    asker alone: nobody of lower rank would help. Without one (a parked admission within its guarantee) only borrowers
+    are candidates, and the answer is empty if they would not help either.
     """
     if asker is not None and asker.preempted:
         return [asker]
@@ -47,7 +49,7 @@ def choose_victims(
 
     def rank(sequence: Sequence) -> tuple[int, bool, bool, int]:
         owner = sequence.namespace
-        borrows = owner.held_bytes > owner.guaranteed_bytes
+        borrows = not entitled if owner is namespace else owner.is_borrower
         return (sequence.admit.priority, not borrows, sequence.space is not space, -sequence.admitted_no)
 
     chosen: list[Sequence] = []

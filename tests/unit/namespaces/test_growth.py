@@ -1,0 +1,144 @@
+"""Extend never waits; when memory is short, somebody has to go, and it is the right one."""
+
+from __future__ import annotations
+
+from pool_driver import BLOCK_BYTES, Driver, Replica, prompt, small_geometry
+
+from remora.namespaces.commands import Admitted, Granted, Preempt, Wait
+
+
+def preempted(replica: Replica) -> list[str]:
+    return [event.sequence_id for event in replica.events() if isinstance(event, Preempt)]
+
+
+def setup(num_extents: int = 1, **quota: int) -> tuple[Driver, Replica]:
+    driver = Driver(num_extents=num_extents)
+    driver.namespace("a", **quota)
+    return driver, driver.lease()
+
+
+def test_a_running_sequence_gets_blocks_at_its_end() -> None:
+    driver, replica = setup()
+    first = replica.run("s", "a", prompt(2))
+    answer = replica.extend("s", num_blocks=2)
+    (grant,) = answer.grants
+    assert len(grant.blocks) == 2
+    assert not set(grant.blocks) & set(first.blocks)
+    assert driver.report("a").used_bytes == 4 * BLOCK_BYTES
+    assert replica.publish("s", "a", prompt(3), start=2).num_sealed == 1
+
+
+def test_cached_blocks_go_before_anybody_is_preempted() -> None:
+    _, replica = setup()
+    replica.cache("old", "a", prompt(8))
+    replica.run("s", "a", prompt(8, start=1))
+    assert replica.extend("s", num_blocks=8).refused == ()
+    assert preempted(replica) == []
+
+
+def test_case_21_the_most_recently_admitted_goes_and_the_survivor_is_served_first() -> None:
+    _, replica = setup()
+    replica.run("s1", "a", prompt(8))
+    replica.run("s2", "a", prompt(8, start=1))
+    assert isinstance(replica.admit("s3", "a", prompt(4, start=2)), Wait)
+    answer = replica.extend("s1")
+    assert (answer.refused, answer.preempted) == (("s1",), ())
+    assert preempted(replica) == ["s2"]
+    assert replica.extend("s1").refused == ("s1",)
+    assert preempted(replica) == [], "nobody else is sent away while one is leaving"
+    replica.release("s2")
+    assert replica.events() == (), "the extension comes before those that wait"
+    assert replica.extend("s1").refused == ()
+    (event,) = replica.events()
+    assert isinstance(event, Granted)
+    assert event.admitted.sequence_id == "s3"
+
+
+def test_a_sequence_that_is_last_in_rank_is_its_own_victim() -> None:
+    _, replica = setup()
+    replica.run("s1", "a", prompt(8))
+    replica.run("s2", "a", prompt(8, start=1))
+    answer = replica.extend("s2")
+    assert (answer.refused, answer.preempted) == (("s2",), ("s2",))
+    assert preempted(replica) == ["s2"]
+    assert replica.extend("s1").refused == ("s1",)
+    replica.release("s2")
+    assert replica.extend("s1").refused == ()
+
+
+def test_lower_priority_goes_first() -> None:
+    _, replica = setup()
+    replica.run("low", "a", prompt(8), priority=-1)
+    replica.run("high", "a", prompt(8, start=1), priority=1)
+    replica.extend("high")
+    assert preempted(replica) == ["low"]
+
+
+def test_a_borrower_goes_for_a_guarantee_but_never_the_other_way_round() -> None:
+    driver = Driver(num_extents=2)
+    driver.namespace("a", guaranteed=16 * BLOCK_BYTES)
+    driver.namespace("b")
+    replica = driver.lease()
+    replica.run("b1", "b", prompt(16))
+    replica.run("a1", "a", prompt(15, start=1))
+    replica.run("b2", "b", prompt(1, start=2))
+    assert replica.extend("b1").preempted == ()
+    assert preempted(replica) == ["b2"]
+    replica.release("b2")
+    assert replica.extend("a1").refused == ()
+    assert replica.extend("b1").preempted == ("b1",), "the only other one is within its guarantee"
+    assert preempted(replica) == ["b1"]
+
+
+def test_at_its_limit_a_namespace_preempts_only_its_own() -> None:
+    driver = Driver(num_extents=2)
+    driver.namespace("a", limit=8 * BLOCK_BYTES)
+    driver.namespace("b")
+    replica = driver.lease()
+    replica.run("a1", "a", prompt(4))
+    replica.run("a2", "a", prompt(4, start=1))
+    replica.run("b1", "b", prompt(4, start=2))
+    assert replica.extend("a1").refused == ("a1",)
+    assert preempted(replica) == ["a2"]
+
+
+def test_shared_blocks_do_not_count_as_memory_that_a_victim_frees() -> None:
+    _, replica = setup()
+    replica.run("s1", "a", prompt(8))
+    replica.run("s2", "a", [*prompt(8), 1])
+    replica.run("s3", "a", [*prompt(8), 2, *prompt(6, start=4)])
+    answer = replica.extend("s1", num_blocks=2)
+    assert answer.refused == ("s1",)
+    assert preempted(replica) == ["s3"], "s2 alone would free one block, s3 frees six"
+
+
+def test_a_victim_of_another_geometry_is_chosen_only_when_its_extent_comes_free() -> None:
+    driver = Driver(num_extents=2, extent_bytes=16 * BLOCK_BYTES)
+    driver.namespace("a", guaranteed=16 * BLOCK_BYTES)
+    driver.namespace("b", model="m2")
+    one = driver.lease("lease-1")
+    two = driver.lease("lease-2", model="m2", geometry=small_geometry(2))
+    two.run("b1", "b", prompt(4))
+    one.run("a1", "a", prompt(15))
+    assert one.extend("a1").refused == ()
+    two.run("b2", "b", prompt(2, start=2))
+    answer = one.extend("a1")
+    assert (answer.refused, answer.preempted) == (("a1",), ("a1",)), "beyond its guarantee it is a borrower as well"
+    assert preempted(two) == []
+
+
+def test_items_of_one_extension_are_answered_one_by_one() -> None:
+    _, replica = setup()
+    replica.run("s1", "a", prompt(7))
+    replica.run("s2", "a", prompt(8, start=1))
+    answer = replica.extend("s1", "s2")
+    assert [grant.sequence_id for grant in answer.grants] == ["s1"]
+    assert (answer.refused, answer.preempted) == (("s2",), ("s2",))
+
+
+def test_growing_to_the_limit_alone_ends_in_giving_up_not_in_a_loop() -> None:
+    _driver, replica = setup(limit=4 * BLOCK_BYTES)
+    replica.run("s", "a", prompt(4))
+    assert replica.extend("s").preempted == ("s",)
+    replica.release("s")
+    assert isinstance(replica.admit("t", "a", [*prompt(3), 1]), Admitted)
