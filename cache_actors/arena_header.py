@@ -19,7 +19,6 @@ from typing import Final
 import msgspec
 
 from remora.platform.base.errors import ArenaError
-from remora.platform.base.ids import PoolId
 
 HEADER_BYTES: Final = 12288
 MAX_LEASES: Final = 1024
@@ -37,7 +36,7 @@ class ArenaIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal for an arena to be adopted."""
 
     cluster_name: str
-    pool_id: PoolId
+    device_name: str
     #: /proc/sys/kernel/random/boot_id; monotonic times and process start times are comparable within one boot only.
     boot_id: str
     data_bytes: int
@@ -77,7 +76,7 @@ class ArenaHeader:
             raise ValueError(f"incarnation must be in 1 .. 2**64 - 1: {incarnation}")
         encoded = msgspec.msgpack.encode(_Fixed(identity=identity, data_offset=data_offset))
         if len(encoded) > 1024 - _HEAD.size:
-            raise ArenaError(f"cluster name and pool id are too long for the arena header: {identity}")
+            raise ArenaError(f"cluster and device name are too long for the arena header: {identity}")
         buffer[_HEAD.size : _HEAD.size + len(encoded)] = encoded
         buffer[: _HEAD.size] = _HEAD.pack(_MAGIC, _FORMAT, len(encoded), zlib.crc32(encoded))
         header = ArenaHeader(buffer)

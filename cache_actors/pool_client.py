@@ -41,7 +41,7 @@ from remora.namespaces.commands import (
     Refused,
 )
 from remora.namespaces.geometry import KVGeometry
-from remora.platform.base.errors import ArenaError, PoolError
+from remora.platform.base.errors import ArenaError, PoolError, Unavailable
 from remora.platform.base.ids import LeaseId, ModelId, ReplicaId
 
 logger = logging.getLogger(__name__)
@@ -286,12 +286,14 @@ async def _until_answered(call: Callable[[], Any]) -> bytes:
         try:
             answer: bytes = await call()
             return answer
-        except RayTaskError:
-            raise
+        except RayTaskError as error:
+            if not isinstance(error.cause, Unavailable):
+                raise
+            logger.warning("the pool cannot take the call now, trying again: %s", error.cause)
         except RayError as error:
             deaths = deaths + 1 if isinstance(error, ActorDiedError) else 0
             if deaths > _MAX_DEATHS:
                 raise
             logger.warning("the pool cannot be reached, trying again: %s", str(error).partition("\n")[0])
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)

@@ -7,8 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, ProcessIdentity
-from remora.platform.base.ids import LeaseId, ModelId, PoolId, ReplicaId
+from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent
+from remora.namespaces.report import PoolReport
+from remora.platform.base.ids import LeaseId, PoolId
 
 
 class PoolBinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,18 +47,17 @@ class EventsReply(msgspec.Struct, frozen=True, kw_only=True):
     lease_known: bool
 
 
-class LeaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One lease, for describe and for operators."""
+class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool for operators."""
 
-    lease_id: LeaseId
-    replica_id: ReplicaId
-    model_id: ModelId
-    process: ProcessIdentity
-    lease_slot: int
-    generation: int
-    last_call_no: int
-    #: Seconds since the replica was last heard; None: not since the pool's restart.
-    silent_s: float | None
+    binding: PoolBinding
+    report: PoolReport
+    #: Seconds since each lease's process was last heard; None: not since the pool's restart.
+    silent_s: dict[LeaseId, float | None]
+    #: Times a pool actor came back to this arena.
+    num_restarts: int
+    journal_bytes: int
+    pid: int
 
 
 _encoder = msgspec.msgpack.Encoder()

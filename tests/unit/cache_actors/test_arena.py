@@ -20,16 +20,13 @@ from remora.cache_actors.stale_files import arena_path, cluster_files, journal_p
 from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.platform.base import paths
 from remora.platform.base.errors import ArenaError
-from remora.platform.base.ids import PoolId
 
 KiB = 1024
 MiB = 1024 * 1024
 
 
 def identity(**changes: object) -> ArenaIdentity:
-    base = ArenaIdentity(
-        cluster_name="test", pool_id=PoolId("cpu0-n1"), boot_id="boot-1", data_bytes=256 * KiB, layout="v1"
-    )
+    base = ArenaIdentity(cluster_name="test", device_name="cpu0", boot_id="boot-1", data_bytes=256 * KiB, layout="v1")
     return msgspec.structs.replace(base, **changes)
 
 

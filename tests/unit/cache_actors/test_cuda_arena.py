@@ -12,7 +12,6 @@ import pytest
 from remora.cache_actors.arena_header import ArenaIdentity
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.platform.base.errors import ArenaError
-from remora.platform.base.ids import PoolId
 
 BYTES = 1 << 16
 
@@ -88,9 +87,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 
 def identity(data_bytes: int = BYTES) -> ArenaIdentity:
-    return ArenaIdentity(
-        cluster_name="c", pool_id=PoolId("gpu0"), boot_id="b", data_bytes=data_bytes, layout="extent=4096"
-    )
+    return ArenaIdentity(cluster_name="c", device_name="gpu0", boot_id="b", data_bytes=data_bytes, layout="extent=4096")
 
 
 def test_memory_is_zeroed_shared_by_handle_and_given_back(runtime: FakeRuntime, tmp_path: Path) -> None:

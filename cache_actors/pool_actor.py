@@ -1,0 +1,328 @@
+"""The pool actor: one per device, named, detached, bound to its node. The only writer of its pool's state.
+
+call ─► DurablePool.apply (journal, state, effects; no await) ─► answers
+pidfd of a leased process readable ─► LeaseLost ─► its memory is reused
+revoke: generation word ─► SIGKILL ─► exit proven ─► LeaseLost                          (design §4.1)
+restart: state from the journal; leases of living processes go on, the others are lost  (design §4.6)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import ray
+from ray.exceptions import ActorDiedError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from remora.cache_actors.cuda_arena import CudaArena
+from remora.cache_actors.durable_pool import DurablePool
+from remora.cache_actors.pool_messages import (
+    CallReply,
+    EventsReply,
+    PoolBinding,
+    PoolDescription,
+    decode_commands,
+    encode_reply,
+)
+from remora.cache_actors.pool_settings import POOL_LEASE, PoolSettings
+from remora.cache_actors.process_watch import ProcessWatch
+from remora.cache_actors.registry import ray_namespace
+from remora.cache_actors.stale_files import step_lock_path
+from remora.namespaces.commands import (
+    AnyAnswer,
+    AnyCommand,
+    Attach,
+    Attached,
+    AttachRefused,
+    Detached,
+    LeaseLost,
+    Refused,
+    SetQuota,
+    Tick,
+)
+from remora.namespaces.report import LeaseReport
+from remora.platform.base.clock import SystemClock
+from remora.platform.base.config import RemoraConfig
+from remora.platform.base.errors import ArenaError, IntegrityError, StaleLease
+from remora.platform.base.ids import LeaseId
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_S: Final = 0.1
+_IDLE_S: Final = 0.5
+_NAME_PREFIX: Final = "pool-"
+
+
+class PoolActor:
+    """All methods run on the actor's event loop; mutations contain no await."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        """Creates, adopts or replaces the arena and recovers the journal. Raises ArenaError when there is no room."""
+        logging.basicConfig(level=logging.INFO)
+        self._settings = settings
+        self._pool = DurablePool(settings, SystemClock())
+        self._watches: dict[LeaseId, ProcessWatch] = {}
+        self._wakers: dict[LeaseId, asyncio.Event] = {}
+        self._heard_s: dict[LeaseId, float] = {}
+        self._touched_s = time.monotonic()
+        self._is_checked = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._in_background(self._keep_house())
+        self._rejoin()
+
+    # ---- replicas ----------------------------------------------------------------------------------------------------
+
+    async def binding(self) -> bytes:
+        """PoolBinding: what a replica needs to map the memory and to find its device."""
+        return msgspec.msgpack.encode(self._binding())
+
+    async def call(self, lease_id: LeaseId, data: bytes, event_no: int) -> bytes:
+        """Applies a lease's commands in order. Answers CallReply with the lease's events after `event_no`.
+
+        Raises Unavailable when the journal has no room; nothing was changed and the same call may be repeated.
+        """
+        answers = self._apply(lease_id, decode_commands(data))
+        return encode_reply(
+            CallReply(
+                answers=tuple(answers),
+                events=self._pool.events_after(lease_id, event_no),
+                last_call_no=self._last_call_no(lease_id),
+            )
+        )
+
+    async def wait_events(self, lease_id: LeaseId, event_no: int, timeout_s: float) -> bytes:
+        """Answers EventsReply as soon as the lease has events after `event_no`, at the latest after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            events = self._pool.events_after(lease_id, event_no)
+            known = lease_id in self._watches
+            rest_s = deadline_s - time.monotonic()
+            if events or not known or rest_s <= 0:
+                last_call_no = self._last_call_no(lease_id)
+                return encode_reply(EventsReply(events=events, last_call_no=last_call_no, lease_known=known))
+            self._heard_s[lease_id] = time.monotonic()
+            waker = self._wakers.setdefault(lease_id, asyncio.Event())
+            waker.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waker.wait(), rest_s)
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    async def describe(self) -> PoolDescription:
+        """The whole pool for `/v1/pools` and `/v1/namespaces`."""
+        now_s = time.monotonic()
+        return PoolDescription(
+            binding=self._binding(),
+            report=self._pool.describe(),
+            silent_s={
+                lease_id: now_s - self._heard_s[lease_id] if lease_id in self._heard_s else None
+                for lease_id in self._watches
+            },
+            num_restarts=self._pool.arena.header.num_restarts,
+            journal_bytes=self._pool.journal_bytes,
+            pid=os.getpid(),
+        )
+
+    async def leases(self) -> tuple[LeaseReport, ...]:
+        """Every live lease."""
+        return self._pool.leases()
+
+    async def set_quota(self, command: SetQuota) -> AnyAnswer:
+        """Creates a namespace or changes its quota; QuotaSet, or Refused with the reason."""
+        return self._commit([msgspec.structs.replace(command, lease_id=POOL_LEASE, call_no=0)])[0]
+
+    async def revoke(self, lease_id: LeaseId, reason: str) -> bool:
+        """Takes a lease away: kills its process, waits for the exit, then reuses its memory. False: no such lease."""
+        lease, watch = self._pool.lease(lease_id), self._watches.get(lease_id)
+        if lease is None or watch is None:
+            return False
+        logger.warning("revoking lease %s: %s", lease_id, reason)
+        self._pool.fence(lease)
+        await watch.kill_and_wait()
+        self._exited(lease_id)
+        return True
+
+    async def check_integrity(self) -> None:
+        """Raises IntegrityError when an invariant of the state, the arena or the leases is broken."""
+        self._pool.check_integrity()
+        different = {lease.lease_id for lease in self._pool.leases()} ^ set(self._watches)
+        if different:
+            raise IntegrityError(f"leases without a watched process, or the reverse: {sorted(different)}")
+
+    async def retire(self) -> None:
+        """Removes the pool's files; whoever still maps the arena must stop. The actor is good for nothing then."""
+        for task in self._tasks:
+            task.cancel()
+        for lease_id in list(self._watches):
+            self._forget(lease_id)
+        self._pool.retire()
+        step_lock_path(self._settings.shm_dir, self._settings.cluster_name, self._settings.pool_id).unlink(
+            missing_ok=True
+        )
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _apply(self, lease_id: LeaseId, commands: list[AnyCommand]) -> list[AnyAnswer]:
+        for command in commands:
+            if command.lease_id != lease_id or isinstance(command, LeaseLost | SetQuota | Tick):
+                return [Refused(error=StaleLease.__name__, message="not a command of this lease")] * len(commands)
+        answers: list[AnyAnswer] = []
+        if commands and isinstance(commands[0], Attach):
+            answers.append(self._attach(commands[0]))
+            commands = commands[1:]
+        answers += self._commit(commands)
+        if any(isinstance(answer, Detached) for answer in answers):
+            self._forget(lease_id)
+        elif lease_id in self._watches:
+            self._heard_s[lease_id] = time.monotonic()
+        return answers
+
+    def _attach(self, command: Attach) -> AnyAnswer:
+        """Watches the process first: no lease for a process whose end could not be proven."""
+        if command.lease_id in self._watches:
+            return self._commit([command])[0]
+        try:
+            watch = ProcessWatch(command.process)
+        except OSError as error:
+            return AttachRefused(reason=f"process {command.process.pid} cannot be watched: {error}")
+        answer = self._commit([command])[0]
+        if isinstance(answer, Attached):
+            self._watch(command.lease_id, watch)
+        else:
+            watch.close()
+        return answer
+
+    def _commit(self, commands: list[AnyCommand]) -> list[AnyAnswer]:
+        if not commands:
+            return []
+        answers = self._pool.apply(commands)
+        self._touched_s, self._is_checked = time.monotonic(), False
+        for waker in self._wakers.values():
+            waker.set()
+        return answers
+
+    def _last_call_no(self, lease_id: LeaseId) -> int:
+        lease = self._pool.lease(lease_id)
+        return 0 if lease is None else lease.last_call_no
+
+    def _watch(self, lease_id: LeaseId, watch: ProcessWatch) -> None:
+        self._watches[lease_id] = watch
+        watch.on_exit(partial(self._exited, lease_id))
+
+    def _exited(self, lease_id: LeaseId) -> None:
+        """The process is proven gone. Only from here does a LeaseLost come."""
+        if lease_id in self._watches:
+            logger.warning("the process of lease %s is gone: releasing what it held", lease_id)
+            self._forget(lease_id)
+            self._commit([LeaseLost(lease_id=lease_id)])
+
+    def _forget(self, lease_id: LeaseId) -> None:
+        watch = self._watches.pop(lease_id, None)
+        if watch is not None:
+            watch.close()
+        self._heard_s.pop(lease_id, None)
+        waker = self._wakers.pop(lease_id, None)
+        if waker is not None:
+            waker.set()
+
+    def _rejoin(self) -> None:
+        """After a restart: watches the living, loses the dead, goes on revoking where that had begun."""
+        for lease in self._pool.leases():
+            try:
+                watch = ProcessWatch(lease.process)
+            except ProcessLookupError as error:
+                logger.warning("lease %s ended while the pool was away: %s", lease.lease_id, error)
+                self._commit([LeaseLost(lease_id=lease.lease_id)])
+                continue
+            self._watch(lease.lease_id, watch)
+            if self._pool.is_fenced(lease):
+                self._in_background(self.revoke(lease.lease_id, "the pool restarted while revoking it"))
+
+    async def _keep_house(self) -> None:
+        """Lets time pass for parked admissions; in debug mode checks everything whenever the pool is idle."""
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            try:
+                if self._pool.has_waiting():
+                    self._commit([Tick(lease_id=POOL_LEASE)])
+                is_idle = time.monotonic() - self._touched_s > _IDLE_S
+                if self._settings.debug and is_idle and not self._is_checked:
+                    self._is_checked = True
+                    await self.check_integrity()
+            except Exception:
+                logger.exception("housekeeping of pool %s failed", self._settings.pool_id)
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.get_event_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _binding(self) -> PoolBinding:
+        placed = self._pool.placed
+        arena = placed.arena
+        return PoolBinding(
+            pool_id=self._settings.pool_id,
+            kind=self._settings.device.kind,
+            arena_path=str(arena.path),
+            incarnation=arena.header.incarnation,
+            backing=placed.backing,
+            outcome=placed.outcome,
+            step_lock_path=str(
+                step_lock_path(self._settings.shm_dir, self._settings.cluster_name, self._settings.pool_id)
+            ),
+            device_uuid=arena.device_uuid() if isinstance(arena, CudaArena) else "",
+            ipc_handle=arena.ipc_handle() if isinstance(arena, CudaArena) else b"",
+        )
+
+
+def get_or_create_pool(config: RemoraConfig, device_name: str, node_id: str) -> Any:
+    """Handle of the pool actor of a device on a node; the first caller creates it. Ray must be initialised.
+
+    Raises ConfigError for an unknown device; what is wrong with the arena or the quotas shows in `await_pool`.
+    """
+    settings = PoolSettings.from_config(
+        config, device_name, node_id=node_id, session_name=ray.get_runtime_context().get_session_name()
+    )
+    return (
+        ray.remote(PoolActor)
+        .options(
+            name=f"{_NAME_PREFIX}{device_name}-{node_id}",
+            namespace=ray_namespace(config.cluster.name),
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            num_cpus=0,
+            num_gpus=1 if settings.device.kind == "cuda" else 0,
+            max_concurrency=4096,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(settings)
+    )
+
+
+async def await_pool(pool: Any) -> PoolBinding:
+    """Waits until a pool has started. Raises ArenaError with the reason when it could not."""
+    try:
+        return msgspec.msgpack.decode(await pool.binding.remote(), type=PoolBinding)
+    except ActorDiedError as error:
+        lines = [line for line in str(error).splitlines() if "remora.platform.base.errors." in line]
+        reason = lines[-1].partition("remora.platform.base.errors.")[2] if lines else str(error)
+        raise ArenaError(f"the pool did not start: {reason}") from error
+
+
+def find_pools(cluster_name: str) -> list[Any]:
+    """Handles of all pool actors of the cluster."""
+    namespace = ray_namespace(cluster_name)
+    return [
+        ray.get_actor(entry["name"], namespace=namespace)
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == namespace and entry["name"].startswith(_NAME_PREFIX)
+    ]
