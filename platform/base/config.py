@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from remora.platform.base.errors import ConfigError
+from remora.platform.base.serve_environment import is_loopback
 
 MiB = 1024 * 1024
 #: Part of file names, actor names and metric labels.
@@ -37,6 +38,15 @@ class HttpConfig(_Section):
     #: Seconds a request may wait for its first token before it is answered 429.
     queue_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     num_routers: Annotated[int, Field(ge=1, le=64)] = 1
+
+    @field_validator("host")
+    @classmethod
+    def _is_loopback(cls, host: str) -> str:
+        if not is_loopback(host):
+            raise ValueError(
+                f"{host!r} is not allowed: without API keys only loopback is (127.0.0.1, ::1 or localhost)"
+            )
+        return host
 
 
 class DeviceConfig(_Section):
@@ -184,18 +194,46 @@ class RemoraConfig(_Section):
 
 def _explain(error: ValidationError) -> str:
     lines = []
-    for item in error.errors():
+    items = error.errors()
+    for item in items:
+        # A list whose only entry is wrong counts as empty, which says nothing new.
+        if item["type"] == "too_short" and any(
+            other is not item and other["loc"][: len(item["loc"])] == item["loc"] for other in items
+        ):
+            continue
         where = ".".join(str(part) for part in item["loc"]) or "config"
         message = re.sub(r"^Value error, ", "", item["msg"])
         if item["type"] == "value_error":
             lines.append(message if where == "config" else f"{where}: {message}")
         elif item["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown key")
+            lines.append(f"{where}: unknown key {item['loc'][-1]!r}; allowed here: {_keys_at(item['loc'][:-1])}")
         elif item["type"] == "missing":
             lines.append(f"{where}: is required")
+        elif item["type"] == "model_type":
+            lines.append(f"{where}: {_shorten(item['input'])} is not allowed: must be a mapping of keys to values")
+        elif item["type"] == "too_short":
+            lines.append(f"{where}: must have at least one entry")
         else:
-            lines.append(f"{where}: {item['input']!r} is not allowed: {message}")
+            lines.append(f"{where}: {_shorten(item['input'])} is not allowed: {message}")
     return "\n".join(lines)
+
+
+def _keys_at(location: tuple[int | str, ...]) -> str:
+    sections: dict[int | str, type[BaseModel]] = {
+        "cluster": ClusterConfig,
+        "http": HttpConfig,
+        "devices": DeviceConfig,
+        "models": ModelConfig,
+        "namespaces": NamespaceConfig,
+        "telemetry": TelemetryConfig,
+    }
+    section = sections[location[0]] if location else RemoraConfig
+    return ", ".join(section.model_fields)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def parse_config(data: Any) -> RemoraConfig:

@@ -90,9 +90,24 @@ class SpanFileExporter(SpanExporter):
         self._size_bytes += len(line)
 
 
-def read_spans(traces_dir: Path) -> Iterator[StoredSpan]:
+def traces_dir(state_dir: Path) -> Path:
+    """Folder of all processes' files."""
+    return state_dir / "traces"
+
+
+def prune_span_files(directory: Path, max_bytes: int) -> None:
+    """Removes the files that were written to longest ago until the rest takes at most `max_bytes`."""
+    left_bytes = max_bytes
+    found = [(path.stat(), path) for path in directory.glob("*.jsonl")]
+    for status, path in sorted(found, key=lambda item: item[0].st_mtime_ns, reverse=True):
+        left_bytes -= status.st_size
+        if left_bytes < 0:
+            path.unlink(missing_ok=True)
+
+
+def read_spans(directory: Path) -> Iterator[StoredSpan]:
     """All spans of all processes, file by file, in the order they ended. Torn and foreign lines are skipped."""
-    for path in sorted(traces_dir.glob("*.jsonl")):
+    for path in sorted(directory.glob("*.jsonl")):
         try:
             content = path.read_bytes()
         except FileNotFoundError:  # turned over between listing and reading

@@ -35,7 +35,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import TelemetryConfig
 from remora.platform.base.errors import ConfigError
-from remora.platform.base.span_file import SpanFileExporter
+from remora.platform.base.span_file import SpanFileExporter, traces_dir
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, AttributeValue]
@@ -70,7 +70,7 @@ def setup_telemetry(process_name: str, config: TelemetryConfig, state_dir: Path)
     file_name = re.sub(r"[^A-Za-z0-9._-]", "_", process_name)
     try:
         exporters: list[SpanExporter] = [
-            SpanFileExporter(state_dir / "traces" / f"{file_name}-{os.getpid()}.jsonl", int(config.max_file_bytes))
+            SpanFileExporter(traces_dir(state_dir) / f"{file_name}-{os.getpid()}.jsonl", int(config.max_file_bytes))
         ]
     except OSError as error:
         raise ConfigError(f"cluster.state_dir: cannot write traces below {state_dir}: {error.strerror}") from error

@@ -1,0 +1,43 @@
+# make serve | test | check | bench | soak | clean
+#   PYTHON=python3.12   the interpreter of the environment (3.11 to 3.13; default: the first one found)
+#   GPU=1               CUDA builds of torch and CuPy
+#   CONFIG=file.yaml    what `make serve` serves; default: two models that share one arena
+#   PORT=8000           where; 0: any free port
+#   TESTS=tests/unit    what `make test` runs
+#   ARGS=...            further arguments of pytest, or of `remora bench`
+
+SHELL := /bin/bash
+VENV := .venv
+# The first start compiles what it imports, so that the next one is fast.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHON GPU
+
+.PHONY: serve test check bench soak clean
+
+serve:
+	@bash .ci/set-up serve
+	@exec $(VENV)/bin/remora up $(CONFIG) $(if $(PORT),--port $(PORT))
+
+test:
+	@bash .ci/set-up test
+	$(VENV)/bin/python -m pytest $(TESTS) $(ARGS)
+
+check:
+	@bash .ci/set-up test
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench:
+	@bash .ci/set-up serve
+	$(VENV)/bin/remora bench --start $(ARGS)
+
+soak:
+	@bash .ci/set-up test
+	$(VENV)/bin/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .bench
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kernels -name '*.so' -delete

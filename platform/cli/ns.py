@@ -1,0 +1,59 @@
+"""`remora ns`: namespaces and what they hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from remora.platform.base.errors import NotFound
+from remora.platform.cli.client import get_json, make_client, url_option
+from remora.platform.cli.progress import size_text
+from remora.platform.cli.table import print_table
+
+
+@click.group()
+def ns() -> None:
+    """Namespaces: shares of the pools."""
+
+
+@ns.command(name="list")
+@url_option
+def list_namespaces(url: str | None) -> None:
+    """Every namespace with its quota and use, added up over the pools."""
+    with make_client(url) as client:
+        found = get_json(client, "/v1/namespaces")["data"]
+    print_table(
+        ["NAMESPACE", "MODEL", "GUARANTEED", "LIMIT", "WEIGHT", "USED", "CACHED", "BORROWED"],
+        [_row(each) for each in found],
+    )
+
+
+@ns.command()
+@click.argument("name")
+@url_option
+def show(name: str, url: str | None) -> None:
+    """One namespace, as JSON."""
+    with make_client(url) as client:
+        found = get_json(client, "/v1/namespaces")["data"]
+    for each in found:
+        if each["id"] == name:
+            click.echo(json.dumps(each, indent=2))
+            return
+    raise NotFound(f"no namespace {name!r}; one of: {', '.join(each['id'] for each in found)}")
+
+
+def _row(namespace: dict[str, Any]) -> list[object]:
+    limit = namespace["limit_bytes"]
+    return [
+        namespace["id"],
+        namespace["model"],
+        size_text(namespace["guaranteed_bytes"]),
+        "the arena" if limit is None else size_text(limit),
+        namespace["weight"],
+        *(
+            size_text(sum(pool[figure] for pool in namespace["pools"].values()))
+            for figure in ("used_bytes", "cached_bytes", "borrowed_bytes")
+        ),
+    ]

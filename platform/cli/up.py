@@ -1,0 +1,116 @@
+"""`remora up`: the platform in the foreground."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from remora.platform.base.config import RemoraConfig, load_config, parse_config
+from remora.platform.base.span_file import prune_span_files, traces_dir
+from remora.platform.cli.instance import InstanceStore, state_dir_of
+from remora.platform.cli.local_platform import LocalPlatform
+from remora.platform.cli.progress import Progress
+from remora.platform.cli.start_checks import check_memory, check_sizes, choose_port, plan_models
+
+DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
+
+
+class _StopRequested(BaseException):
+    """A signal came while the platform was starting."""
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP: the first one interrupts a start or ends the wait, further ones change nothing."""
+
+    def __init__(self) -> None:
+        self.requested = threading.Event()
+        self._interrupt = False
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within this block the first signal raises `_StopRequested` in the main thread."""
+        self._interrupt = True
+        try:
+            if self.requested.is_set():
+                raise _StopRequested
+            yield
+        finally:
+            self._interrupt = False
+
+    def install(self) -> None:
+        """Ray installs its own handler of SIGTERM when it is started: call this again afterwards."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._handle)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        first = not self.requested.is_set()
+        self.requested.set()
+        if first and self._interrupt:
+            raise _StopRequested
+
+
+@click.command()
+@click.argument("config_file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--port", type=click.IntRange(0, 65535), help="HTTP port instead of the configured one; 0: any free one.")
+@click.option("--name", help="Name of the instance instead of the configured cluster.name.")
+def up(config_file: Path | None, port: int | None, name: str | None) -> None:
+    """Starts everything and serves until Ctrl-C.
+
+    CONFIG_FILE is a YAML file; without one, two versions of SmolLM2-135M share one arena.
+    """
+    progress = Progress()
+    config = _with(load_config(config_file or DEFAULT_CONFIG), "cluster", name=name)
+    store = InstanceStore(state_dir_of(config), config.cluster.name)
+    signals = StopSignals()
+    signals.install()
+    with store.locked():
+        config = _with(config, "http", port=choose_port(config.http, port))
+        platform = LocalPlatform(config, store, progress.say)
+        try:
+            with signals.interrupting():
+                platform.clear_remains()
+                plans = plan_models(config, progress.say)
+                check_sizes(config, plans)
+                check_memory(config, plans)
+                prune_span_files(traces_dir(state_dir_of(config)), 4 * int(config.telemetry.max_file_bytes))
+                platform.start()
+            signals.install()
+            progress.say(f"ready: {platform.url}")
+            click.echo(_invitation(config, platform.url))
+            lost = not platform.watch(signals.requested)
+        except _StopRequested:
+            lost = False
+        finally:
+            signals.install()
+            progress.say("stopping")
+            platform.stop()
+        progress.say("stopped")
+    if lost:
+        click.echo("remora: Ray ended by itself; everything was stopped", err=True)
+        sys.exit(1)
+
+
+def _with(config: RemoraConfig, section: str, **values: str | int | None) -> RemoraConfig:
+    """The configuration with values of the command line, which pass the same checks."""
+    data = config.model_dump(exclude_unset=True)
+    data.setdefault(section, {}).update({key: value for key, value in values.items() if value is not None})
+    return parse_config(data)
+
+
+def _invitation(config: RemoraConfig, url: str) -> str:
+    model = config.models[0].name
+    return f"""
+Remora serves {", ".join(model.name for model in config.models)} at {url}
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a remora?"}}], "max_tokens": 48}}'
+
+  remora chat -m {model}      Ctrl-C stops everything
+"""
