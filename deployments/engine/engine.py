@@ -130,6 +130,7 @@ class Engine:
             if self._thread.is_alive():
                 raise RuntimeError(f"the engine's thread did not end within {timeout_s:g} s")
             self._thread = None
+        self._read_inbox()
         self._end_all(Unavailable(f"The replica of {self._name!r} is stopping; send the request again."))
         self._runner.close()
 
@@ -233,7 +234,6 @@ class Engine:
     def _end_all(self, error: RemoraError) -> None:
         if self._is_fenced:
             return
-        self._read_inbox()
         for live in list(self._book.live.values()):
             self._book.end(live, error)
         self._book.link.flush()
@@ -246,7 +246,7 @@ class Engine:
             except Exception as error:
                 _log.exception("a step of the engine of %s failed; its requests end", self._name)
                 self._recover(error)
-                has_computed = True
+                has_computed = False
             if not has_computed and not self._inbox:
                 # Running sequences without work wait for blocks.
                 waits = self._config.extend_retry_s if self._scheduler.running else self._config.idle_wait_s

@@ -37,7 +37,7 @@ from remora.namespaces.commands import (
     Wait,
 )
 from remora.platform.base.errors import IntegrityError, StaleLease
-from remora.platform.base.ids import LeaseId, SequenceId
+from remora.platform.base.ids import BlockHash, LeaseId, SequenceId
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +58,10 @@ class PoolListener(Protocol):
 
     def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
         """The pool refused a command of this sequence as wrong; it cannot go on."""
+        ...
+
+    def on_published(self, hashes: Iterable[BlockHash]) -> None:
+        """These blocks can be found by others now."""
         ...
 
     def on_lease_lost(self, reason: str) -> None: ...
@@ -162,6 +166,8 @@ class PoolLink:
                 self._extended(answer, now_s)
             case Published(num_sealed=num_sealed):
                 self.num_published_blocks += num_sealed
+                if isinstance(command, Publish):
+                    self._listener.on_published(seal.block_hash for seal in command.seals)
             case Released():
                 pass
             case Refused():

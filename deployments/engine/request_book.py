@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from remora.cache_actors.port import PoolPort
@@ -14,7 +14,7 @@ from remora.deployments.engine.engine_stats import EngineCounters
 from remora.deployments.engine.grammar import GrammarMatcher, GrammarWorker
 from remora.deployments.engine.live_request import LiveRequest, make_sequences
 from remora.deployments.engine.messages import FinishReason, GenerationRequest
-from remora.deployments.engine.output import Outbox, error_delta, token_delta
+from remora.deployments.engine.output import Outbox, Step, error_delta, token_delta
 from remora.deployments.engine.pool_link import PoolLink
 from remora.deployments.engine.request_check import check_request
 from remora.deployments.engine.sampler import Sampled
@@ -23,7 +23,7 @@ from remora.deployments.engine.sequence import Phase, Sequence
 from remora.namespaces.commands import Admitted, OverQuota, Refused
 from remora.platform.base import errors
 from remora.platform.base.errors import IntegrityError, KernelError, PoolError, RemoraError
-from remora.platform.base.ids import RequestId
+from remora.platform.base.ids import BlockHash, RequestId
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,9 @@ class RequestBook:
             live.sequences = make_sequences(live, self._model, max_tokens=max_tokens, block_tokens=self._block_tokens)
         except RemoraError as error:
             for choice_index in range(min(max(1, request.num_choices), 128)):
-                self.outbox.add(request.router_id, error_delta(request, choice_index, 0, error))
+                given = request.output_token_ids[choice_index : choice_index + 1]
+                num_given = len(given[0]) if given else 0
+                self.outbox.add(request.router_id, error_delta(request, choice_index, num_given, error))
                 self.counters.num_finished["error"] += 1
             return
         self.live[request.request_id] = live
@@ -109,13 +111,16 @@ class RequestBook:
     def _begin(self, live: LiveRequest) -> None:
         """Goes behind what clients already have, and queues the first choice that is not at its end."""
         for sequence, token_ids in zip(live.sequences, live.request.output_token_ids, strict=False):
-            self.counters.load_tokens += len(token_ids)
+            error: RemoraError | None = None
+            ended: Step | None = None
             try:
                 ended = sequence.replay(token_ids)
-            except RemoraError as error:
+            except RemoraError as fault:
+                error = fault
+            self.counters.load_tokens += sequence.num_output_tokens
+            if error is not None:
                 self.fail(sequence, error)
-                continue
-            if ended is not None:
+            elif ended is not None:
                 self._finish(sequence, ended.finish_reason or "stop", stop_reason=ended.stop_reason)
         self._promote(live)
 
@@ -216,6 +221,9 @@ class RequestBook:
         if isinstance(kind, type) and issubclass(kind, RemoraError) and kind is not errors.OverQuota:
             error = kind(refused.message)
         self.fail(sequence, error)
+
+    def on_published(self, hashes: Iterable[BlockHash]) -> None:
+        self._scheduler.hints.add(hashes)
 
     def on_lease_lost(self, reason: str) -> None:
         self._fence(reason)

@@ -13,7 +13,7 @@ never be mistaken for this one.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -164,18 +164,18 @@ class Sequence:
                 return Step(step.text + self.output.close(), "stop")
         return step
 
-    def replay(self, token_ids: Iterable[int]) -> Step | None:
+    def replay(self, token_ids: Items[int]) -> Step | None:
         """Goes behind tokens that the client has already; returns the end if they reach it.
 
         Raises InvalidRequest if they go on behind an end.
         """
+        self.num_sent_tokens = len(token_ids)
         ended: Step | None = None
         for token_id in token_ids:
             if ended is not None:
                 raise InvalidRequest("output_token_ids: they go on behind an end", field="output_token_ids")
             step = self.accept(token_id)
             ended = step if step.finish_reason is not None else None
-        self.num_sent_tokens = self.num_output_tokens
         return ended
 
     def extend_hashes(self, num_blocks: int) -> list[BlockHash]:

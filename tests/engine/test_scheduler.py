@@ -1,0 +1,161 @@
+"""Who runs and who comes in: budgets, priorities, fairness, no starvation."""
+
+from __future__ import annotations
+
+import pytest
+from engine_support import BLOCK_TOKENS, Harness, expected_greedy
+
+from remora.namespaces.commands import Admit
+
+
+@pytest.fixture
+def harness():
+    made: list[Harness] = []
+
+    def make(**options) -> Harness:
+        made.append(Harness(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        assert one.num_referenced_blocks == 0
+
+
+def order_of_ends(one: Harness) -> list[str]:
+    return [delta.request_id for delta in one.deltas if delta.finish_reason is not None]
+
+
+def order_of_starts(one: Harness) -> list[str]:
+    return [delta.request_id for delta in one.deltas if delta.first_token_index == 0 and delta.token_ids]
+
+
+def test_no_step_exceeds_its_budget_or_its_places(harness) -> None:
+    one = harness(num_blocks=300, max_step_tokens=20, max_num_seqs=4)
+    for i in range(9):
+        one.submit("x" * (7 * i + 1), max_tokens=9)
+    one.finish()
+    assert max(sum(step) for step in one.model.decoder.steps) <= 20
+    assert max(len(step) for step in one.model.decoder.steps) <= 4
+
+
+def test_running_sequences_go_on_each_step_while_a_long_prompt_is_computed(harness) -> None:
+    one = harness(num_blocks=300, max_step_tokens=16)
+    running = [one.submit(f"{i}", max_tokens=60) for i in range(4)]
+    one.step(3)
+    before = {request_id: len(one.outputs[request_id, 0].token_ids) for request_id in running}
+    one.submit("x" * 200, max_tokens=2)
+    one.step(1)
+    one.step(10)
+    for request_id in running:
+        assert len(one.outputs[request_id, 0].token_ids) == before[request_id] + 11
+    assert all(sum(step) == 16 for step in one.model.decoder.steps[-10:])
+    one.finish()
+
+
+def test_a_budget_smaller_than_the_number_of_sequences_starves_nobody(harness) -> None:
+    one = harness(num_blocks=300, max_step_tokens=3, max_num_seqs=8)
+    ids = [one.submit(f"{i} and a longer prompt", max_tokens=12) for i in range(8)]
+    one.step(150)
+    assert all(one.outputs[request_id, 0].token_ids for request_id in ids)
+    one.finish()
+    for i, request_id in enumerate(ids):
+        assert one.outputs[request_id, 0].token_ids == expected_greedy(f"{i} and a longer prompt", 12)
+
+
+def test_a_higher_priority_is_admitted_first(harness) -> None:
+    one = harness(max_num_seqs=1)
+    low = [one.submit(f"low {i}", max_tokens=2) for i in range(3)]
+    high = [one.submit(f"high {i}", max_tokens=2, priority=5) for i in range(2)]
+    one.finish()
+    assert order_of_ends(one) == [*high, *low]
+
+
+def test_namespaces_are_served_by_their_weight_and_not_by_how_much_they_send(harness) -> None:
+    one = harness(namespaces={"a": None, "b": None}, weights={"a": 1.0, "b": 3.0}, max_num_seqs=1, max_step_tokens=16)
+    for i in range(120):
+        one.submit(f"a{i:03d}" + "x" * 26, namespace="a", request_id=f"a{i}", max_tokens=1)
+    for i in range(60):
+        one.submit(f"b{i:03d}" + "x" * 26, namespace="b", request_id=f"b{i}", max_tokens=1)
+    one.finish()
+    first = order_of_starts(one)[:60]
+    assert 38 <= sum(name.startswith("b") for name in first) <= 52
+
+
+def test_a_namespace_that_was_idle_has_saved_nothing_up(harness) -> None:
+    one = harness(namespaces={"a": None, "b": None}, max_num_seqs=1, max_step_tokens=16)
+    for i in range(30):
+        one.submit(f"a{i:03d}" + "x" * 26, namespace="a", request_id=f"early{i}", max_tokens=1)
+    one.finish()
+    for i in range(30):
+        one.submit(f"c{i:03d}" + "y" * 26, namespace="a", request_id=f"a{i}", max_tokens=1)
+        one.submit(f"b{i:03d}" + "x" * 26, namespace="b", request_id=f"b{i}", max_tokens=1)
+    one.finish()
+    first = order_of_starts(one)[30:60]
+    assert 11 <= sum(name.startswith("b") for name in first) <= 19
+
+
+def test_of_equally_served_the_longest_known_prefix_goes_first(harness) -> None:
+    one = harness(max_num_seqs=1)
+    one.run("known prefix that is cached", max_tokens=1)
+    blocker = one.submit("blocker", max_tokens=3)
+    one.step(1)
+    others = [one.submit(f"{i} unknown prompt", max_tokens=1) for i in range(3)]
+    hit = one.submit("known prefix that is cached too", max_tokens=1)
+    one.finish()
+    assert order_of_ends(one)[1:] == [blocker, hit, *others]
+
+
+def test_a_request_is_not_passed_over_for_ever(harness) -> None:
+    one = harness(max_num_seqs=1, num_blocks=256)
+    one.run("known prefix that is cached", max_tokens=1)
+    one.submit("blocker", max_tokens=3)
+    one.step(1)
+    unlucky = one.submit("0 unknown prompt", max_tokens=1)
+    for i in range(60):
+        one.submit(f"known prefix that is cached {i}", max_tokens=1)
+    one.finish()
+    assert order_of_ends(one).index(unlucky) <= 20
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted(harness) -> None:
+    one = harness(num_blocks=16, max_num_seqs=4)
+    admitted_by_step: list[tuple[int, int]] = []
+    for i in range(6):
+        one.submit(f"prompt {i:04d}", max_tokens=24)
+    admits = []
+    one.pool.deny = lambda command: admits.append(type(command).__name__ == "Admit")
+    while not one.is_done:
+        preempted, admits[:] = one.engine.stats().num_preemptions, []
+        one.engine.step()
+        if one.engine.stats().num_preemptions > preempted and any(admits):
+            admitted_by_step.append((preempted, sum(admits)))
+    assert one.engine.stats().num_preemptions > 0
+    assert admitted_by_step == []
+
+
+def test_a_preempted_sequence_comes_back_before_newcomers(harness) -> None:
+    one = harness(num_blocks=16, max_num_seqs=4)
+    first = [one.submit(f"prompt {i:04d}", max_tokens=24) for i in range(3)]
+    while not one.engine.stats().num_preemptions:
+        one.step(1)
+    late = one.submit("z" * 30, max_tokens=2)
+    admits = []
+    one.pool.deny = lambda command: admits.append(command.num_tokens) if isinstance(command, Admit) else None
+    one.finish()
+    assert admits[0] != 30
+    assert one.outputs[late, 0].token_ids == expected_greedy("z" * 30, 2)
+    for i, request_id in enumerate(first):
+        assert one.outputs[request_id, 0].token_ids == expected_greedy(f"prompt {i:04d}", 24)
+
+
+def test_a_running_sequence_holds_one_block_more_than_it_needs_and_never_more_than_it_can(harness) -> None:
+    one = harness(num_reserve_blocks=1)
+    one.submit("x" * 10, max_tokens=30)
+    one.step(2)
+    for _ in range(20):
+        one.step(1)
+        sequence = one.engine._scheduler.running[0]
+        needed = -(-sequence.num_tokens // BLOCK_TOKENS)
+        assert needed <= sequence.num_blocks <= min(needed + 1, 10)
+    one.finish()
