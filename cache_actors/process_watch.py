@@ -80,9 +80,7 @@ class ProcessWatch:
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until the process has exited, at most `timeout_s`; says whether it has."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+        return _is_readable(self._pidfd, timeout_s)
 
     def on_exit(self, callback: Callable[[], None]) -> None:
         """Calls back once on the running loop when the process has exited (also when it already has)."""
@@ -111,17 +109,21 @@ class ProcessWatch:
         started_s = time.monotonic()
         next_log_s = started_s + patience_s
         delay_s = 0.001
-        # A poll with growing pauses instead of add_reader: the exit reader of this fd may be taken by on_exit.
-        while not self.has_exited():
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, 0.05)
-            if time.monotonic() >= next_log_s:
-                next_log_s += patience_s
-                logger.warning(
-                    "process %d does not end %.0f s after SIGKILL; its blocks stay quarantined",
-                    self.identity.pid,
-                    time.monotonic() - started_s,
-                )
+        # An own descriptor, because on_exit's callback may close this watch; and pauses, because it may have the reader.
+        pidfd = os.dup(self._pidfd)
+        try:
+            while not _is_readable(pidfd, 0.0):
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, 0.05)
+                if time.monotonic() >= next_log_s:
+                    next_log_s += patience_s
+                    logger.warning(
+                        "process %d does not end %.0f s after SIGKILL; its blocks stay quarantined",
+                        self.identity.pid,
+                        time.monotonic() - started_s,
+                    )
+        finally:
+            os.close(pidfd)
 
     def close(self) -> None:
         """Stops watching. The process is left alone."""
@@ -133,3 +135,9 @@ class ProcessWatch:
     def _stop_reading(self) -> None:
         if self._loop is not None and self._pidfd >= 0 and not self._loop.is_closed():
             self._loop.remove_reader(self._pidfd)
+
+
+def _is_readable(pidfd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))

@@ -1,0 +1,227 @@
+"""The pool client against a real pool actor whose calls are lost in every way a crash can lose them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool_helpers import BLOCK_TOKENS, KiB, geometry, settings
+from ray.exceptions import ActorUnavailableError
+
+from remora.cache_actors.pool_actor import PoolActor
+from remora.cache_actors.pool_client import PoolClient
+from remora.namespaces.commands import (
+    Admit,
+    Admitted,
+    AnyAnswer,
+    AnyEvent,
+    Granted,
+    Refused,
+    Release,
+    Wait,
+)
+from remora.platform.base.errors import PoolError
+from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, ReplicaId, SequenceId
+
+UNSTAMPED = LeaseId("")
+
+
+class Handle:
+    """Like a Ray handle of the actor; loses calls on their way there or answers on their way back."""
+
+    def __init__(self, actor: PoolActor, loss: float = 0.0) -> None:
+        self.actor = actor
+        self.loss = loss
+        self.num_rpcs = 0
+        self._random = random.Random(4)
+
+    def __getattr__(self, name: str) -> Any:
+        handle = self
+
+        class Method:
+            async def remote(self, *arguments: Any) -> Any:
+                handle.num_rpcs += 1
+                if handle._random.random() < handle.loss:
+                    raise ActorUnavailableError("lost on the way there", None)
+                answer = await getattr(handle.actor, name)(*arguments)
+                if handle._random.random() < handle.loss:
+                    raise ActorUnavailableError("lost on the way back", None)
+                return answer
+
+        return Method()
+
+
+@pytest.fixture
+async def handle(tmp_path: Path) -> AsyncIterator[Handle]:
+    actor = PoolActor(settings(tmp_path, arena_bytes=64 * KiB))
+    handle = Handle(actor)
+    yield handle
+    await handle.actor.check_integrity()
+    await handle.actor.retire()
+
+
+async def attach(handle: Handle, name: str = "r", **options: Any) -> PoolClient:
+    return await PoolClient.attach(
+        handle, replica_id=ReplicaId(name), model_id=ModelId("m"), geometry=geometry(), fingerprint=b"f", **options
+    )
+
+
+def admit(name: str, num_blocks: int) -> Admit:
+    return Admit(
+        lease_id=UNSTAMPED,
+        sequence_id=SequenceId(name),
+        namespace_id=NamespaceId("a"),
+        hashes=(),
+        num_tokens=num_blocks * BLOCK_TOKENS,
+        num_blocks=num_blocks,
+        max_blocks=num_blocks,
+    )
+
+
+def release(*names: str) -> Release:
+    return Release(lease_id=UNSTAMPED, sequence_ids=tuple(SequenceId(name) for name in names))
+
+
+class Log:
+    """Everything a client delivers, in order."""
+
+    def __init__(self, client: PoolClient) -> None:
+        self.items: list[tuple[Any, AnyAnswer] | AnyEvent] = []
+        client.bind(lambda command, answer: self.items.append((command, answer)), self.items.append)
+
+    @property
+    def answers(self) -> list[tuple[Any, AnyAnswer]]:
+        return [item for item in self.items if isinstance(item, tuple)]
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(self.items) < count:
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.3])
+async def test_every_command_of_every_thread_is_answered_once_in_order(handle: Handle, loss: float) -> None:
+    client = await attach(handle)
+    log = Log(client)
+    handle.loss = loss
+
+    def engine(thread_no: int) -> None:
+        for number in range(100):
+            client.send(admit(f"s{thread_no}.{number}", 1))
+            client.send(release(f"s{thread_no}.{number}"))
+
+    threads = [threading.Thread(target=engine, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    await log.until(600)
+    for thread in threads:
+        thread.join()
+    assert [command.call_no for command, _ in log.answers] == list(range(2, 602))
+    assert not any(isinstance(answer, Refused) for _, answer in log.answers)
+    assert client.may_emit()
+    handle.loss = 0.0
+    assert (await handle.actor.describe()).report.used_bytes == 0
+    await client.detach()
+    assert await handle.actor.leases() == ()
+
+
+async def test_what_is_queued_together_travels_together(handle: Handle) -> None:
+    client = await attach(handle)
+    log = Log(client)
+    before = handle.num_rpcs
+    for number in range(50):
+        client.send(admit(f"s{number}", 1))
+    await log.until(50)
+    assert handle.num_rpcs - before <= 3
+    await client.detach()
+
+
+async def test_an_event_never_overtakes_the_answer_it_follows(handle: Handle) -> None:
+    clients = [await attach(handle, f"r{number}") for number in range(2)]
+    logs = [Log(client) for client in clients]
+    handle.loss = 0.2
+    for round_no in range(60):
+        clients[0].send(admit(f"big{round_no}", 64))
+        clients[1].send(admit(f"next{round_no}", 64))
+        await asyncio.sleep(0.001 * (round_no % 3))
+        clients[0].send(release(f"big{round_no}"))
+        clients[1].send(release(f"next{round_no}"))
+    await asyncio.gather(*(log.until(120) for log in logs))
+    handle.loss = 0.0
+    for log in logs:
+        waiting: set[SequenceId] = set()
+        for item in log.items:
+            if isinstance(item, tuple) and isinstance(item[1], Wait):
+                waiting.add(item[1].sequence_id)
+            elif isinstance(item, Granted):
+                assert item.admitted.sequence_id in waiting, "granted before it was said to wait"
+                waiting.remove(item.admitted.sequence_id)
+        numbers = [item.event_no for item in log.items if not isinstance(item, tuple)]
+        assert numbers == sorted(set(numbers))
+    for client in clients:
+        await client.detach()
+
+
+async def test_after_a_crash_of_the_pool_the_client_goes_on_with_its_numbers(handle: Handle) -> None:
+    client = await attach(handle)
+    log = Log(client)
+    client.send(admit("before", 3))
+    await log.until(1)
+    blocks = log.answers[0][1].blocks  # type: ignore[union-attr]
+    client.memory.data[blocks[0] * KiB] = 42
+    handle.loss = 1.0
+    client.send(admit("during", 2))
+    await asyncio.sleep(0.1)
+    dead = handle.actor
+    for task in dead._tasks:
+        task.cancel()
+    for watch in dead._watches.values():
+        watch.close()
+    dead._pool.arena.close()
+    dead._pool._journal.close()
+    handle.actor, handle.loss = PoolActor(dead._settings), 0.0
+    await log.until(2)
+    assert isinstance(log.answers[1][1], Admitted)
+    assert client.may_emit()
+    assert handle.actor._pool.arena.data[blocks[0] * KiB] == 42
+    client.send(release("before", "during"))
+    await log.until(3)
+    assert (await handle.actor.describe()).report.used_bytes == 0
+    await client.detach()
+
+
+async def test_a_lost_lease_is_told_once_and_whatever_is_sent_is_answered(handle: Handle) -> None:
+    reasons: list[str] = []
+    client = await attach(handle, on_lost=reasons.append)
+    log = Log(client)
+    # As after a revocation or with a pool that lost its state: the lease is unknown.
+    handle.actor._exited(client.lease_id)
+    async with asyncio.timeout(10):
+        while not reasons:
+            await asyncio.sleep(0.01)
+    assert not client.may_emit()
+    client.send(admit("s", 1))
+    client.send(release("s"))
+    await log.until(2)
+    assert all(isinstance(answer, Refused) for _, answer in log.answers)
+    assert len(reasons) == 1
+    await client.detach()
+
+
+async def test_a_refused_attach_says_why_and_leaves_nothing(handle: Handle) -> None:
+    with pytest.raises(PoolError, match="refuses replica big"):
+        await attach(handle, "big", reserved_bytes=1 << 60)
+    assert await handle.actor.leases() == ()
+
+
+async def test_nothing_can_be_sent_after_detach(handle: Handle) -> None:
+    client = await attach(handle)
+    await client.detach()
+    assert not client.may_emit()
+    with pytest.raises(PoolError, match="given back"):
+        client.send(release("s"))
