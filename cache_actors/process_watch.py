@@ -109,7 +109,7 @@ class ProcessWatch:
         started_s = time.monotonic()
         next_log_s = started_s + patience_s
         delay_s = 0.001
-        # An own descriptor, because on_exit's callback may close this watch; and pauses, because it may have the reader.
+        # An own descriptor, because on_exit's callback may close this watch meanwhile.
         pidfd = os.dup(self._pidfd)
         try:
             while not _is_readable(pidfd, 0.0):

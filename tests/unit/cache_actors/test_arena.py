@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -134,31 +133,28 @@ def test_any_flipped_bit_of_the_identity_is_noticed(tmp_path: Path) -> None:
             ArenaHeader(memoryview(damaged))
 
 
-def _own_and_wait(path: str, ready: multiprocessing.synchronize.Event) -> None:  # type: ignore[name-defined]
-    arena = Arena.adopt(Path(path), identity())
-    ready.set()
-    import time
-
-    time.sleep(60)
-    arena.close()
-
-
 def test_one_living_owner_at_a_time_and_a_dead_one_is_succeeded(tmp_path: Path) -> None:
     path = tmp_path / "a.arena"
     Arena.create(path, identity()).close()
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    owner = context.Process(target=_own_and_wait, args=(str(path), ready))
-    owner.start()
+    script = f"""
+import sys, time
+from pathlib import Path
+from remora.cache_actors.arena import Arena
+arena = Arena.adopt(Path({str(path)!r}), Arena.open(Path({str(path)!r})).header.identity)
+print("owned", flush=True)
+time.sleep(60)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
-        assert ready.wait(30)
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "owned\n"
         assert is_owned(path)
         with pytest.raises(OwnedElsewhere):
             Arena.adopt_or_create(path, identity(), lock_timeout_s=0.05)
     finally:
         owner.kill()
     assert Arena.adopt_or_create(path, identity()).outcome == "adopted"
-    owner.join()
+    owner.communicate()
 
 
 def test_a_forked_child_has_no_mapping_that_outlives_its_parent(tmp_path: Path) -> None:
