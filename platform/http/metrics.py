@@ -12,12 +12,13 @@ from prometheus_client.registry import Collector
 
 from remora.deployments.router import RouterCore
 from remora.platform.base.ids import ModelId, ReplicaId
+from remora.platform.http.pool_documents import Pools
+from remora.platform.http.pool_metrics import pool_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 #: Replica → its engine's figures (deployments/engine/base.py: EngineStats) as plain data.
 ReplicaFigures = Mapping[tuple[ReplicaId, ModelId], Mapping[str, Any]]
-PoolFigures = Mapping[str, Mapping[str, Any]]
 
 _REPLICA_LABELS = ("replica", "model")
 #: Field of EngineStats → name and help.
@@ -49,7 +50,7 @@ _ENGINE_HISTOGRAMS = {
 class _Answers(Collector):
     """What was collected for one page."""
 
-    def __init__(self, core: RouterCore, replicas: ReplicaFigures, pools: PoolFigures) -> None:
+    def __init__(self, core: RouterCore, replicas: ReplicaFigures, pools: Pools) -> None:
         self._core = core
         self._replicas = replicas
         self._pools = pools
@@ -106,15 +107,7 @@ def _buckets(stats: Mapping[str, Any]) -> list[tuple[str, float]]:
     return buckets
 
 
-def pool_metrics(pools: PoolFigures) -> Iterator[Metric]:
-    """Figures of every pool, and of every namespace in it."""
-    up = GaugeMetricFamily("remora_pool_up", "1 for a pool that answered.", labels=("pool",))
-    for pool_id in pools:
-        up.add_metric((pool_id,), 1.0)
-    yield up
-
-
-def render_metrics(core: RouterCore, replicas: ReplicaFigures, pools: PoolFigures) -> bytes:
+def render_metrics(core: RouterCore, replicas: ReplicaFigures, pools: Pools) -> bytes:
     """The page's text."""
     answers = CollectorRegistry()
     answers.register(_Answers(core, replicas, pools))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
 from remora.platform.base.config import ModelConfig, RemoraConfig
@@ -20,8 +21,8 @@ INLINE_TEXT_CHARS = 4096
 class PoolReports(Protocol):
     """Asks the pool actors how they are."""
 
-    async def reports(self) -> Mapping[str, Any]:
-        """Pool id → description (cache_actors/pool_messages.py: PoolDescription) of the pools that answer in time."""
+    async def reports(self) -> Mapping[str, PoolDescription]:
+        """Pool id → description, of the pools that answer in time."""
         ...
 
 

@@ -1,0 +1,67 @@
+"""Pools and namespaces as /v1/pools and /v1/namespaces show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from remora.cache_actors.pool_messages import PoolDescription
+from remora.deployments.catalog import Catalog
+from remora.platform.base.ids import NamespaceId
+
+Pools = Mapping[str, PoolDescription]
+
+
+def pool_document(pool_id: str, pool: PoolDescription) -> dict[str, Any]:
+    """One pool: its device and arena, what it holds, who may write into it."""
+    report = msgspec.to_builtins(pool.report)
+    del report["leases"]
+    return {
+        "id": pool_id,
+        "object": "pool",
+        "kind": pool.binding.kind,
+        "device_uuid": pool.binding.device_uuid,
+        "arena_path": pool.binding.arena_path,
+        "backing": pool.binding.backing,
+        "outcome": pool.binding.outcome,
+        "pid": pool.pid,
+        "num_restarts": pool.num_restarts,
+        "journal_bytes": pool.journal_bytes,
+        **report,
+        "leases": [
+            {
+                "id": lease.lease_id,
+                "replica": lease.replica_id,
+                "model": lease.model_id,
+                "pid": lease.process.pid,
+                "num_sequences": lease.num_sequences,
+                "num_waiting": lease.num_waiting,
+                "reserved_bytes": lease.reserved_bytes,
+                "silent_s": pool.silent_s.get(lease.lease_id),
+            }
+            for lease in pool.report.leases
+        ],
+    }
+
+
+def namespace_document(catalog: Catalog, pools: Pools, namespace_id: NamespaceId) -> dict[str, Any]:
+    """Configuration of one namespace, and what it holds in each pool."""
+    namespace = catalog.namespaces[namespace_id]
+    return {
+        "id": namespace_id,
+        "object": "namespace",
+        "model": namespace.model,
+        "tenant": namespace.tenant,
+        "share_group": namespace.share_group,
+        "weight": namespace.weight,
+        "guaranteed_bytes": int(namespace.guaranteed),
+        "limit_bytes": None if namespace.limit is None else int(namespace.limit),
+        "pools": {
+            pool_id: msgspec.to_builtins(report)
+            for pool_id, pool in sorted(pools.items())
+            for report in pool.report.namespaces
+            if report.namespace_id == namespace_id
+        },
+    }

