@@ -190,6 +190,7 @@ class Admission:
     def pump(self, now_s: float) -> None:
         """Grants parked admissions in fair order until the next one lacks memory. Called whenever memory may have
         been freed; afterwards something is referenced or nobody waits."""
+        self.parts.trim_to_limits()
         self.expire(now_s)
         room = self.parts.room
         room.blocked = ""

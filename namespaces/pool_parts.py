@@ -15,7 +15,7 @@ from remora.namespaces.prefix_index import PrefixIndex, Realm, RealmKey
 from remora.namespaces.quotas import Namespace, QuotaBook
 from remora.namespaces.sequences import RunningTable, Sequence
 from remora.namespaces.waiting import WaitingRoom
-from remora.platform.base.errors import ConfigError
+from remora.platform.base.errors import ConfigError, IntegrityError
 from remora.platform.base.ids import Epoch, SessionId
 
 #: Blocks of a geometry that every extent must hold, or the geometry cannot attach.
@@ -103,7 +103,16 @@ class PoolParts:
         del lease.sequences[sequence.admit.sequence_id]
         lease.bury(sequence.admit.sequence_id)
 
+    def trim_to_limits(self) -> None:
+        """A limit that was lowered below what is in use takes hold as soon as that becomes cache."""
+        for namespace in self.book.namespaces.values():
+            if namespace.cached_bytes and namespace.held_bytes > namespace.quota.limit_bytes:
+                self.placement.trim(namespace)
+
     def check_integrity(self) -> None:
         """Raises IntegrityError when any two parts disagree."""
         for part in (self.extents, self.book, self.index, self.ledger, self.leases, self.running, self.room):
             part.check_integrity()
+        for namespace in self.book.namespaces.values():
+            if namespace.cached_bytes and namespace.held_bytes > namespace.quota.limit_bytes:
+                raise IntegrityError(f"namespace {namespace.namespace_id} caches blocks above its limit")

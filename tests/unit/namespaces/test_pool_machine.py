@@ -1,0 +1,578 @@
+"""A pool under everything at once: three geometries, share groups, borrowers, repeated and reordered calls, lost leases
+and crashes at every command. A shadow of the bytes of the arena shows whether anybody could read what is not his.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pool_driver import BLOCK_BYTES, BLOCK_TOKENS, small_geometry
+
+from remora.namespaces.commands import (
+    Admit,
+    Admitted,
+    AnyAnswer,
+    AnyCommand,
+    Attach,
+    Attached,
+    Denied,
+    Detach,
+    Detached,
+    Extend,
+    Extended,
+    ExtendItem,
+    Granted,
+    LeaseLost,
+    OverQuota,
+    Preempt,
+    ProcessIdentity,
+    Publish,
+    Published,
+    Quota,
+    QuotaSet,
+    Refused,
+    Release,
+    Released,
+    Seal,
+    SetQuota,
+    Tick,
+    Wait,
+)
+from remora.namespaces.effects import Effect, ZeroBlocks
+from remora.namespaces.hashing import chain_hashes, chain_root, kv_fingerprint, next_hash, sharing_domain
+from remora.namespaces.journal import encode_record, read_journal
+from remora.namespaces.pool import PoolState, PoolStateConfig
+from remora.platform.base.ids import BlockHash, Epoch, LeaseId, NamespaceId, SessionId
+
+NUM_EXTENTS = 5
+EXTENT_BYTES = 36 * BLOCK_BYTES
+DATA_BYTES = NUM_EXTENTS * EXTENT_BYTES
+GEOMETRIES = {"m1": small_geometry(1), "m2": small_geometry(2), "m3": small_geometry(4)}
+FINGERPRINTS = {model: kv_fingerprint(geometry, model, "t") for model, geometry in GEOMETRIES.items()}
+
+
+@dataclass
+class Spec:
+    model: str
+    tenant: str
+    share_group: str
+    guaranteed: int
+    limit: int
+    weight: float
+
+    def domain(self, name: str) -> str:
+        return sharing_domain(NamespaceId(name), self.tenant, self.share_group)
+
+
+#: Guarantees need 1 + 1 + 2 of the 5 extents.
+SPECS = {
+    "alone": Spec("m1", "", "", EXTENT_BYTES // 2, DATA_BYTES, 1.0),
+    "group-a": Spec("m1", "t", "g", EXTENT_BYTES // 4, DATA_BYTES, 2.0),
+    "group-b": Spec("m1", "t", "g", 0, 40 * BLOCK_BYTES, 1.0),
+    "two": Spec("m2", "t", "g", EXTENT_BYTES, DATA_BYTES, 1.0),
+    "three": Spec("m3", "", "", 2 * EXTENT_BYTES, DATA_BYTES, 0.5),
+}
+
+
+@dataclass
+class Running:
+    admit: Admit
+    blocks: list[int]
+    tokens: list[int]
+    hashes: list[BlockHash]
+    num_published: int
+    preempted: bool = False
+
+
+@dataclass
+class Client:
+    """A replica's own view."""
+
+    lease_id: LeaseId
+    model: str
+    call_no: int = 1
+    event_no: int = 0
+    calls: list[tuple[AnyCommand, AnyAnswer]] = field(default_factory=list)
+    running: dict[str, Running] = field(default_factory=dict)
+    waiting: dict[str, Admit] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        config = PoolStateConfig(
+            data_bytes=DATA_BYTES, extent_bytes=EXTENT_BYTES, reserved_bytes=100, max_leases=4, incarnation=3
+        )
+        self.state = PoolState(config)
+        self.now_s = 0.0
+        self.snapshot = self.state.snapshot()
+        self.journal = b""
+        self.record_no = self.first_record_no = 1
+        #: What a replica would find in each 256 bytes of the arena: nothing, or (domain, block hash or sequence).
+        self.shadow: list[tuple[str, object] | None] = [None] * (DATA_BYTES // BLOCK_BYTES)
+        self.clients: list[Client] = []
+        self.prompts: dict[str, list[int]] = {}
+        self.epochs: dict[str, int] = {}
+        self.next_id = 0
+        self.specs = {name: Spec(**vars(spec)) for name, spec in SPECS.items()}
+        for name in self.specs:
+            assert isinstance(self.set_quota(name), QuotaSet)
+        for model in ("m1", "m2", "m3"):
+            self.attach(model=model)
+
+    # ---- the shell: journal, apply, effects, crash ----------------------------------------------------------------
+
+    def apply(self, command: AnyCommand, crash: str = "") -> AnyAnswer:
+        """Journals and applies; on a crash the pool comes back before or after the command, without having answered."""
+        frame = encode_record(self.record_no, command, self.now_s)
+        self.journal += frame
+        self.record_no += 1
+        answer = self.state.apply(command, self.now_s)
+        self.do(self.state.take_effects())
+        if crash:
+            expected = self.state.snapshot()
+            journal = self.journal if crash == "whole" else self.journal[: -len(frame) // 2]
+            self.state = self.recover(journal)
+            if crash == "torn":  # never answered: the caller sends it again
+                again = self.state.apply(command, self.now_s)
+                self.state.take_effects()
+                assert again == answer
+            assert self.state.snapshot() == expected
+        self.hear_events()
+        return answer
+
+    def recover(self, journal: bytes) -> PoolState:
+        state = PoolState.restore(self.snapshot)
+        contents = read_journal(journal, first_record_no=self.first_record_no)
+        for record in contents.records:
+            state.apply(record.command, record.now_s)
+            state.take_effects()
+        return state
+
+    def do(self, effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            if isinstance(effect, ZeroBlocks):
+                for block in effect.blocks:
+                    for unit in units(block, effect.block_bytes):
+                        self.shadow[unit] = None
+
+    def call(self, client: Client, kind: Any, crash: str = "", **fields: Any) -> Any:
+        client.call_no += 1
+        command = kind(lease_id=client.lease_id, call_no=client.call_no, **fields)
+        answer = self.apply(command, crash)
+        client.calls.append((command, answer))
+        return answer
+
+    # ---- the replica's side ---------------------------------------------------------------------------------------
+
+    def hear_events(self) -> None:
+        for client in self.clients:
+            for event in self.state.events_after(client.lease_id, client.event_no):
+                assert event.event_no == client.event_no + 1
+                client.event_no = event.event_no
+                match event:
+                    case Granted(admitted=admitted):
+                        self.started(client, client.waiting.pop(admitted.sequence_id), admitted)
+                    case Denied(over_quota=over_quota):
+                        client.waiting.pop(over_quota.sequence_id)
+                        client.finished.append(over_quota.sequence_id)
+                    case Preempt(sequence_id=sequence_id):
+                        # The answer to the very call that caused it may not have been taken in yet.
+                        if sequence_id in client.running:
+                            client.running[sequence_id].preempted = True
+
+    def started(self, client: Client, admit: Admit, admitted: Admitted) -> None:
+        tokens = self.prompts[admit.sequence_id]
+        spec = self.specs[admit.namespace_id]
+        assert len(admitted.blocks) == admit.num_blocks
+        assert len(set(admitted.blocks)) == len(admitted.blocks)
+        assert admitted.num_cached_blocks * BLOCK_TOKENS < admit.num_tokens
+        running = Running(
+            admit, list(admitted.blocks), tokens, list(admit.hashes), num_published=admitted.num_cached_blocks
+        )
+        size = GEOMETRIES[client.model].block_bytes
+        domain = spec.domain(admit.namespace_id)
+        for position in range(admitted.num_cached_blocks):
+            for part, unit in enumerate(units(admitted.blocks[position], size)):
+                assert self.shadow[unit] == (domain, (admit.hashes[position], part)), "a hit that holds something else"
+        self.write(client, running, admitted.blocks[admitted.num_cached_blocks :], admitted.num_cached_blocks)
+        client.running[admit.sequence_id] = running
+
+    def write(self, client: Client, running: Running, blocks: tuple[int, ...], first_position: int) -> None:
+        """Fills granted blocks; what lay there was empty or of the same sharing domain, and nobody's."""
+        size = GEOMETRIES[client.model].block_bytes
+        domain = self.specs[running.admit.namespace_id].domain(running.admit.namespace_id)
+        held = {u for c in self.clients for r in c.running.values() for b in r.blocks for u in self.units_of(c, b)}
+        own = {u for block in running.blocks[:first_position] for u in units(block, size)}
+        for position, block in enumerate(blocks, first_position):
+            while len(running.hashes) <= position:  # generated tokens, so that every block has content
+                parent = running.hashes[-1] if running.hashes else self.root(running.admit.namespace_id)
+                running.hashes.append(next_hash(parent, [position, len(running.tokens)]))
+            for part, unit in enumerate(units(block, size)):
+                assert unit not in held or running.admit.sequence_id in client.running, "granted while in use"
+                assert unit not in own
+                before = self.shadow[unit]
+                assert before is None or before[0] == domain, "content of another tenant"
+                self.shadow[unit] = (domain, (running.hashes[position], part))
+
+    @staticmethod
+    def units_of(client: Client, block: int) -> range:
+        return units(block, GEOMETRIES[client.model].block_bytes)
+
+    def root(self, namespace: str) -> BlockHash:
+        spec = self.specs[namespace]
+        return chain_root(FINGERPRINTS[spec.model], spec.domain(namespace))
+
+    # ---- rules ----------------------------------------------------------------------------------------------------
+
+    CRASH = st.sampled_from(["", "", "", "", "whole", "torn"])
+    PICK = st.integers(0, 1000)
+
+    @rule(model=st.sampled_from(["m1", "m1", "m2", "m3"]), crash=CRASH)
+    @precondition(lambda self: len(self.clients) < 5)
+    def attach(self, model: str, crash: str = "") -> None:
+        self.next_id += 1
+        client = Client(LeaseId(f"lease-{self.next_id}"), model)
+        attach = Attach(
+            lease_id=client.lease_id,
+            call_no=1,
+            replica_id="r",
+            model_id=model,
+            geometry=GEOMETRIES[model],
+            fingerprint=FINGERPRINTS[model],
+            process=ProcessIdentity(pid=self.next_id, start_time_ticks=0, boot_id="b"),
+        )
+        answer = self.apply(attach, crash)
+        assert isinstance(answer, Attached) == (len(self.clients) < 4)
+        if isinstance(answer, Attached):
+            client.calls.append((attach, answer))
+            self.clients.append(client)
+
+    @rule(
+        pick=PICK,
+        name=PICK,
+        family=st.integers(0, 3),
+        branch=st.integers(0, 2),
+        length=st.integers(1, 90),
+        more=st.integers(0, 6),
+        session=st.integers(0, 6),
+        crash=CRASH,
+        wait_s=st.none() | st.floats(-1, 20),
+        priority=st.integers(-1, 1),
+    )
+    @precondition(lambda self: self.clients)
+    def admit(
+        self, pick: int, name: int, family: int, branch: int, length: int, more: int, session: int, crash: str,
+        wait_s: float | None, priority: int,
+    ) -> None:  # fmt: skip
+        client = self.clients[pick % len(self.clients)]
+        names = [n for n, spec in self.specs.items() if spec.model == client.model]
+        namespace = names[name % len(names)]
+        tokens = [family * 1000 + i for i in range(length // 2)]
+        tokens += [family * 1000 + branch * 100 + i for i in range(length - length // 2)]
+        self.next_id += 1
+        sequence_id = f"s{self.next_id}"
+        self.prompts[sequence_id] = tokens
+        num_blocks = -(-length // BLOCK_TOKENS) + more
+        epoch = self.epochs.get(f"x{session}", 0) + (self.next_id % 3) - 1 if session < 3 else 0
+        stale = session < 3 and epoch < self.epochs.get(f"x{session}", epoch)
+        answer = self.call_admit(
+            client,
+            crash,
+            sequence_id=sequence_id,
+            namespace_id=namespace,
+            hashes=tuple(chain_hashes(self.root(namespace), tokens, BLOCK_TOKENS)),
+            num_tokens=length,
+            num_blocks=num_blocks,
+            max_blocks=num_blocks + more,
+            session_id=SessionId(f"x{session}") if session < 3 else None,
+            epoch=Epoch(epoch),
+            deadline_s=None if wait_s is None else self.now_s + wait_s,
+            priority=priority,
+        )
+        assert isinstance(answer, Refused) == stale
+        if stale:
+            assert answer.error == "StaleEpoch"
+        elif session < 3:
+            self.epochs[f"x{session}"] = max(epoch, self.epochs.get(f"x{session}", epoch))
+
+    def call_admit(self, client: Client, crash: str, **fields: Any) -> AnyAnswer:
+        client.call_no += 1
+        command = Admit(lease_id=client.lease_id, call_no=client.call_no, **fields)
+        client.waiting[command.sequence_id] = command  # events of the same command may speak of it
+        answer = self.apply(command, crash)
+        client.calls.append((command, answer))
+        if isinstance(answer, Admitted):
+            self.started(client, client.waiting.pop(command.sequence_id), answer)
+        elif not isinstance(answer, Wait):
+            assert client.waiting.pop(command.sequence_id) is command
+            if isinstance(answer, OverQuota):
+                client.finished.append(command.sequence_id)
+        return answer
+
+    @rule(pick=PICK, picks=st.lists(PICK, min_size=1, max_size=4), count=st.integers(1, 12), crash=CRASH)
+    @precondition(lambda self: any(c.running for c in self.clients))
+    def extend(self, pick: int, picks: list[int], count: int, crash: str) -> None:
+        client = self.with_running(pick)
+        names = sorted(client.running)
+        chosen = sorted({names[p % len(names)] for p in picks})
+        items = tuple(ExtendItem(sequence_id=name, num_blocks=count) for name in chosen)
+        answer = self.call(client, Extend, crash, items=items)
+        assert isinstance(answer, Extended)
+        assert sorted([*(grant.sequence_id for grant in answer.grants), *answer.refused]) == chosen
+        assert set(answer.preempted) <= set(answer.refused)
+        for grant in answer.grants:
+            running = client.running[grant.sequence_id]
+            assert len(grant.blocks) == count
+            first = len(running.blocks)
+            self.write(client, running, grant.blocks, first)
+            running.blocks.extend(grant.blocks)
+
+    @rule(pick=PICK, picks=st.lists(PICK, min_size=1, max_size=3), count=st.integers(1, 20), crash=CRASH)
+    @precondition(lambda self: any(c.running for c in self.clients))
+    def publish(self, pick: int, picks: list[int], count: int, crash: str) -> None:
+        client = self.with_running(pick)
+        names = sorted(client.running)
+        seals: list[Seal] = []
+        for name in sorted({names[p % len(names)] for p in picks}):
+            running = client.running[name]
+            end = min(running.num_published + count, len(running.blocks))
+            for position in range(running.num_published, end):
+                seals.append(Seal(sequence_id=name, position=position, block_hash=running.hashes[position]))
+            running.num_published = end
+        answer = self.call(client, Publish, crash, seals=tuple(seals))
+        assert isinstance(answer, Published)
+
+    @rule(pick=PICK, picks=st.lists(PICK, min_size=1, max_size=4), crash=CRASH)
+    @precondition(lambda self: any(c.running or c.waiting for c in self.clients))
+    def release(self, pick: int, picks: list[int], crash: str) -> None:
+        able = [c for c in self.clients if c.running or c.waiting]
+        client = able[pick % len(able)]
+        names = sorted([*client.running, *client.waiting])
+        self.release_names(client, sorted({names[p % len(names)] for p in picks}), crash)
+
+    @rule(crash=CRASH)
+    def release_preempted(self, crash: str) -> None:
+        for client in self.clients:
+            names = [name for name, running in client.running.items() if running.preempted]
+            if names:
+                self.release_names(client, names, crash)
+
+    def release_names(self, client: Client, names: list[str], crash: str) -> None:
+        expected = len(names)
+        for name in names:
+            if client.running.pop(name, None) is None:
+                del client.waiting[name]
+            client.finished.append(name)
+        answer = self.call(client, Release, crash, sequence_ids=(*names, *client.finished[:2]))
+        assert isinstance(answer, Released)
+        assert answer.num_released in (expected, expected - 1)  # a parked one may run into its deadline first
+
+    def with_running(self, pick: int) -> Client:
+        able = [c for c in self.clients if c.running]
+        return able[pick % len(able)]
+
+    @rule(pick=PICK, back=st.integers(1, 5))
+    @precondition(lambda self: self.clients)
+    def repeat_a_call(self, pick: int, back: int) -> None:
+        client = self.clients[pick % len(self.clients)]
+        command, answer = client.calls[-min(back, len(client.calls))]
+        before = self.state.snapshot()
+        assert self.apply(command) == answer
+        assert self.state.snapshot() == before
+
+    @rule(pick=PICK, ahead=st.integers(2, 5))
+    @precondition(lambda self: self.clients)
+    def skip_ahead(self, pick: int, ahead: int) -> None:
+        client = self.clients[pick % len(self.clients)]
+        before = self.state.snapshot()
+        names = tuple(client.running)
+        answer = self.apply(Release(lease_id=client.lease_id, call_no=client.call_no + ahead, sequence_ids=names))
+        assert isinstance(answer, Refused)
+        assert answer.error == "CallOrder"
+        assert self.state.snapshot() == before
+
+    @rule(pick=PICK)
+    @precondition(lambda self: any(c.finished for c in self.clients))
+    def call_late(self, pick: int) -> None:
+        """Calls about finished sequences change no block."""
+        able = [c for c in self.clients if c.finished]
+        client = able[pick % len(able)]
+        name = client.finished[pick % len(client.finished)]
+        before = self.state.describe()
+        self.call(client, Publish, seals=(Seal(sequence_id=name, position=0, block_hash=BlockHash(b"x" * 16)),))
+        assert self.call(client, Extend, items=(ExtendItem(sequence_id=name, num_blocks=1),)).refused == (name,)
+        after = self.state.describe()
+        assert (after.used_bytes, after.num_referenced_blocks) >= (before.used_bytes, before.num_referenced_blocks)
+
+    @rule(pick=PICK, peaceful=st.booleans(), crash=CRASH)
+    @precondition(lambda self: len(self.clients) > 1)
+    def end_a_lease(self, pick: int, peaceful: bool, crash: str) -> None:
+        client = self.clients.pop(pick % len(self.clients))
+        if peaceful:
+            client.call_no += 1
+            command = Detach(lease_id=client.lease_id, call_no=client.call_no)
+            assert isinstance(self.apply(command, crash), Detached)
+            assert isinstance(self.apply(command), Detached)
+        else:
+            self.apply(LeaseLost(lease_id=client.lease_id), crash)
+        late = self.apply(Release(lease_id=client.lease_id, call_no=client.call_no + 1, sequence_ids=()))
+        assert isinstance(late, Refused)
+        assert late.error == "StaleLease"
+
+    @rule(
+        name=st.sampled_from(sorted(SPECS)), guaranteed=st.integers(0, 2), limit=st.integers(1, 6),
+        weight=st.sampled_from([0.5, 1.0, 4.0]), crash=CRASH,
+    )  # fmt: skip
+    def change_quota(self, name: str, guaranteed: int, limit: int, weight: float, crash: str) -> None:
+        old = self.specs[name]
+        self.specs[name] = Spec(
+            old.model, old.tenant, old.share_group, guaranteed * EXTENT_BYTES // 2,
+            max(guaranteed * EXTENT_BYTES // 2, limit * EXTENT_BYTES), weight,
+        )  # fmt: skip
+        if not isinstance(self.set_quota(name, crash), QuotaSet):
+            self.specs[name] = old
+
+    def set_quota(self, name: str, crash: str = "") -> AnyAnswer:
+        spec = self.specs[name]
+        quota = Quota(guaranteed_bytes=spec.guaranteed, limit_bytes=spec.limit, weight=spec.weight)
+        return self.apply(
+            SetQuota(
+                lease_id=LeaseId(""),
+                namespace_id=NamespaceId(name),
+                model_id=spec.model,
+                quota=quota,
+                tenant=spec.tenant,
+                share_group=spec.share_group,
+            ),
+            crash,
+        )
+
+    @rule(seconds=st.floats(0, 10), crash=CRASH)
+    def tick(self, seconds: float, crash: str) -> None:
+        self.now_s += seconds
+        self.apply(Tick(lease_id=LeaseId("")), crash)
+        for client in self.clients:
+            assert all(a.deadline_s is None or a.deadline_s > self.now_s for a in client.waiting.values())
+
+    @rule()
+    def rotate_the_journal(self) -> None:
+        self.snapshot = self.state.snapshot()
+        self.journal, self.first_record_no = b"", self.record_no
+
+    @rule(order=st.permutations(sorted(SPECS)), share=st.integers(1, 100))
+    def once_nothing_runs_every_request_that_fits_is_admitted(self, order: list[str], share: int) -> None:
+        """On a copy of the state: guarantees are reachable by revocation, and nothing waits for nobody."""
+        copy = PoolState.restore(self.state.snapshot())
+        for lease in copy.leases():
+            copy.apply(LeaseLost(lease_id=lease.lease_id), self.now_s)
+        report = copy.describe()
+        assert (report.used_bytes, report.num_referenced_blocks, report.num_preempting) == (0, 0, 0)
+        assert all(namespace.num_waiting == namespace.num_running == 0 for namespace in report.namespaces)
+        for name in order:
+            spec = self.specs[name]
+            geometry = GEOMETRIES[spec.model]
+            lease_id = LeaseId(f"probe-{name}")
+            attach = Attach(
+                lease_id=lease_id, call_no=1, replica_id="r", model_id=spec.model, geometry=geometry,
+                fingerprint=FINGERPRINTS[spec.model], process=ProcessIdentity(pid=1, start_time_ticks=0, boot_id=""),
+            )  # fmt: skip
+            assert isinstance(copy.apply(attach, self.now_s), Attached)
+            guaranteed = copy._parts.book.namespaces[NamespaceId(name)].guaranteed_bytes // geometry.block_bytes
+            sizes = [guaranteed, max(1, spec.limit // geometry.block_bytes * share // 100)]
+            for call_no, size in enumerate(filter(None, sizes), 1):
+                admit = Admit(
+                    lease_id=lease_id, call_no=2 * call_no, sequence_id=f"p{call_no}", namespace_id=name, hashes=(),
+                    num_tokens=1, num_blocks=size, max_blocks=size,
+                )  # fmt: skip
+                answer = copy.apply(admit, self.now_s)
+                assert isinstance(answer, Admitted | OverQuota), answer
+                assert isinstance(answer, Admitted) or size > guaranteed
+                release = Release(lease_id=lease_id, call_no=2 * call_no + 1, sequence_ids=(f"p{call_no}",))
+                copy.apply(release, self.now_s)
+            copy.apply(LeaseLost(lease_id=lease_id), self.now_s)
+            copy.check_integrity()
+
+    @rule(seed=st.integers(0, 2**32), num_steps=st.integers(1, 60), pressure=st.integers(1, 3))
+    def traffic(self, seed: int, num_steps: int, pressure: int) -> None:
+        """Many ordinary calls in a row: fills the pool, which single rules seldom do."""
+        draw = random.Random(seed)
+        for _ in range(num_steps):
+            if not self.clients:
+                self.attach("m1")
+            busy = any(client.running for client in self.clients)
+            crash = draw.choice(["", "", "", "", "", "", "", "", "whole", "torn"])
+            picks = [draw.randrange(1000) for _ in range(3)]
+            action = draw.choices(["admit", "publish", "extend", "release", "leave", "tick"], [8, 6, 3, 4, 2, 1])[0]
+            if action == "leave":
+                self.release_preempted(crash)
+            elif action == "tick":
+                self.tick(draw.random(), crash)
+            elif action == "admit" or not busy:
+                self.admit(
+                    *picks[:2], draw.randrange(4), draw.randrange(3), draw.randint(1, 60 * pressure), draw.randrange(4),
+                    draw.randrange(40), crash, draw.choice([None, None, 5.0]), draw.randint(-1, 1),
+                )  # fmt: skip
+            elif action == "publish":
+                self.publish(picks[0], picks[1:], draw.randint(1, 30), crash)
+            elif action == "extend":
+                self.extend(picks[0], picks[1:], draw.randint(1, 4), crash)
+            else:
+                self.release(picks[0], picks[1:], crash)
+            self.the_state_is_sound()
+            self.pool_and_replicas_agree_about_who_runs_and_who_waits()
+            self.what_replicas_wrote_and_sealed_is_still_there()
+
+    # ---- invariants -----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_state_is_sound(self) -> None:
+        self.state.check_integrity()
+        report = self.state.describe()
+        assert report.used_bytes + report.cached_bytes == sum(n.used_bytes + n.cached_bytes for n in report.namespaces)
+        in_use = sum(g.num_used_blocks * g.block_bytes for g in report.geometries)
+        assert in_use == report.used_bytes + report.cached_bytes
+        assert sum(g.num_extents for g in report.geometries) + report.num_unleased_extents == NUM_EXTENTS
+
+    @invariant()
+    def pool_and_replicas_agree_about_who_runs_and_who_waits(self) -> None:
+        for lease, client in zip(self.state.leases(), self.clients, strict=True):
+            assert lease.lease_id == client.lease_id
+            assert lease.num_sequences == len(client.running)
+            assert lease.num_waiting == len(client.waiting)
+
+    @invariant()
+    def what_replicas_wrote_and_sealed_is_still_there(self) -> None:
+        for client in self.clients:
+            for running in client.running.values():
+                name = running.admit.namespace_id
+                domain = self.specs[name].domain(name)
+                for position, block in enumerate(running.blocks):
+                    for part, unit in enumerate(self.units_of(client, block)):
+                        assert self.shadow[unit] == (domain, (running.hashes[position], part))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "clients"):
+            return
+        for client in list(self.clients):
+            self.apply(LeaseLost(lease_id=self.clients.pop(0).lease_id))
+            del client
+        report = self.state.describe()
+        assert (report.used_bytes, report.num_referenced_blocks, report.reserved_bytes) == (0, 0, 0)
+        assert all(namespace.num_waiting == 0 for namespace in report.namespaces)
+        self.state.check_integrity()
+
+
+def units(block: int, block_bytes: int) -> range:
+    size = block_bytes // BLOCK_BYTES
+    return range(block * size, (block + 1) * size)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+test_a_pool_stays_sound_whatever_happens_in_whatever_order = PoolMachine.TestCase
