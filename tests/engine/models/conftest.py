@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from remora.deployments.models.gguf_file import GGUFFile
 from remora.deployments.models.gguf_tokenizer import gguf_chat_tokenizer
 from remora.deployments.models.tokenizer import ChatTokenizer
+
+# Test modules are not packages (--import-mode=importlib); this makes model_support importable for them.
+sys.path.append(str(Path(__file__).parent))
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -23,3 +27,9 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_path: Path) -> ChatTokenizer:
     return gguf_chat_tokenizer(GGUFFile(smollm2_path))
+
+
+@pytest.fixture(autouse=True)
+def _own_state_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes of weight files are kept in the state directory; tests leave the user's alone."""
+    monkeypatch.setenv("REMORA_STATE_DIR", str(tmp_path_factory.getbasetemp() / "state"))

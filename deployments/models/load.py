@@ -1,0 +1,252 @@
+"""From a model's configuration to a decoder and a tokenizer that are ready to serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from remora.cache_actors.memory_budget import available_memory_bytes
+from remora.deployments.models.folder_tokenizer import folder_chat_tokenizer
+from remora.deployments.models.gguf_file import GGUFFile
+from remora.deployments.models.gguf_tokenizer import gguf_chat_tokenizer
+from remora.deployments.models.model_spec import ModelSpec, served_context_len
+from remora.deployments.models.source import resolve_source
+from remora.deployments.models.tokenizer import ChatTokenizer
+from remora.kernels.base import Decoder, DecoderShape, Weights
+from remora.namespaces.geometry import KVGeometry, LayerGroup, Precision
+from remora.namespaces.hashing import kv_fingerprint
+from remora.platform.base.config import ModelConfig
+from remora.platform.base.errors import ModelError
+
+if TYPE_CHECKING:
+    from remora.deployments.models.canonical_weights import TensorSource
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+MiB = 1024 * 1024
+
+
+class MakeDecoder(Protocol):
+    """kernels/registry.py's make_decoder, or a decoder's class."""
+
+    def __call__(self, shape: DecoderShape, weights: Weights, geometry: KVGeometry, *, num_threads: int) -> Decoder: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in memory. The decoder belongs to one engine; the tokenizer may be shared."""
+
+    name: str
+    #: None for a model that runs through transformers.
+    shape: DecoderShape | None
+    geometry: KVGeometry
+    #: What makes KV content interchangeable (namespaces/hashing.py).
+    fingerprint: bytes
+    decoder: Decoder
+    tokenizer: ChatTokenizer
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    #: Columns of the logits.
+    vocab_size: int
+    #: Memory of the weights.
+    weights_bytes: int
+
+
+def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
+    """The model's tokenizer and chat template, without its weights and without torch.
+
+    Raises ModelError naming the source or the file.
+    """
+    files = resolve_source(model, with_weights=False)
+    if files.kind == "gguf":
+        return gguf_chat_tokenizer(GGUFFile(files.path))
+    return folder_chat_tokenizer(files.path, trust_remote_code=model.trust_remote_code)
+
+
+def load_model(
+    model: ModelConfig,
+    *,
+    block_tokens: int,
+    num_threads: int,
+    progress: Progress | None = None,
+    make_decoder: MakeDecoder | None = None,
+) -> LoadedModel:
+    """Reads, checks and packs a model; needs little more memory than the packed weights.
+
+    `progress` is told a line now and then (default: the log); `make_decoder`: default kernels/registry.py's. Raises
+    ModelError for what cannot be served right, and for a model larger than the memory that is available, before any
+    weight is read.
+    """
+    say: Progress = progress or (lambda line: logger.info("model %s: %s", model.name, line))
+    loader = _Loader(
+        model=model, block_tokens=block_tokens, num_threads=num_threads, say=say, make_decoder=make_decoder
+    )
+    files = resolve_source(model)
+    return loader.from_gguf(files.path) if files.kind == "gguf" else loader.from_folder(files.path)
+
+
+def check_memory(name: str, needed_bytes: int, available_bytes: int) -> None:
+    """Raises ModelError with both numbers when weights do not fit."""
+    if needed_bytes > available_bytes:
+        raise ModelError(
+            f"model {name!r} needs {needed_bytes // MiB} MiB for its weights, and {available_bytes // MiB} MiB of "
+            "memory are available; choose `weights: int8`, a smaller model, or a machine with more memory."
+        )
+
+
+def _weights_id(content: bytes, maths: str) -> str:
+    """Contents of the files, and everything beside them that decides what the model computes."""
+    return hashlib.blake2b(content + maths.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loader:
+    """One call of load_model. torch and transformers are imported where a path needs them: routers load neither."""
+
+    model: ModelConfig
+    block_tokens: int
+    num_threads: int
+    say: Progress
+    make_decoder: MakeDecoder | None
+
+    def from_gguf(self, path: Path) -> LoadedModel:
+        from remora.deployments.models.gguf_config import gguf_spec
+        from remora.deployments.models.gguf_weights import GGUFSource
+
+        model, file = self.model, GGUFFile(path)
+        if model.backend == "transformers":
+            raise ModelError(
+                f"models.{model.name}.backend: transformers serves Hugging Face folders, not GGUF files; use auto."
+            )
+        self.say(f"reading {path.name} ({file.size_bytes // MiB} MiB, GGUF {file.architecture})")
+        spec = gguf_spec(model.name, file, weights=model.weights, max_model_len=model.max_model_len)
+        return self._own(spec, GGUFSource(file), [path], gguf_chat_tokenizer(file))
+
+    def from_folder(self, folder: Path) -> LoadedModel:
+        from remora.deployments.models.hf_config import decoder_spec, read_config, runs_natively
+        from remora.deployments.models.refusals import check_servable
+        from remora.deployments.models.safetensors_weights import SafetensorsSource
+
+        model = self.model
+        config = read_config(folder, trust_remote_code=model.trust_remote_code)
+        model_len = int(getattr(config, "max_position_embeddings", None) or model.max_model_len or 0)
+        if model_len < 1:
+            raise ModelError(f"model {model.name!r}: its config names no context length; set max_model_len.")
+        context_len = served_context_len(model_len, model.max_model_len)
+        check_servable(model.name, config, context_len)
+        self.say(f"reading {folder} ({config.model_type})")
+        tokenizer = folder_chat_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+        if model.backend == "transformers" or (model.backend == "auto" and not runs_natively(config)):
+            return self._transformers(folder, config, context_len, tokenizer)
+        spec = decoder_spec(model.name, config, weights=model.weights, max_model_len=context_len)
+        source = SafetensorsSource(folder)
+        return self._own(spec, source, source.files, tokenizer)
+
+    def _own(self, spec: ModelSpec, source: TensorSource, files: list[Path], tokenizer: ChatTokenizer) -> LoadedModel:
+        from remora.deployments.models.canonical_weights import CanonicalWeights
+
+        weights = CanonicalWeights(spec, source, self.say)
+        needed_bytes = weights.num_bytes()
+        self._check_memory(needed_bytes)
+        content = self._hash(files)
+        maths = json.dumps([dataclasses.asdict(spec.shape), spec.rope_inv_freq], sort_keys=True)
+        geometry = spec.geometry(block_tokens=self.block_tokens, kv_precision=self.model.kv_precision)
+        self.say(f"packing {needed_bytes // MiB} MiB of {self.model.weights} weights")
+        return self._loaded(
+            decoder=self._make_decoder()(spec.shape, weights, geometry, num_threads=self.num_threads),
+            shape=spec.shape,
+            geometry=geometry,
+            weights_id=_weights_id(content, maths),
+            tokenizer=tokenizer,
+            max_model_len=spec.max_model_len,
+            vocab_size=spec.shape.vocab_size,
+            weights_bytes=needed_bytes,
+        )
+
+    def _transformers(self, folder: Path, config: Any, context_len: int, tokenizer: ChatTokenizer) -> LoadedModel:
+        from remora.deployments.models.hf_config import rope_text
+        from remora.deployments.models.safetensors_weights import weight_files
+        from remora.deployments.models.transformers_decoder import TransformersDecoder
+        from remora.deployments.models.transformers_load import load_transformers, transformers_bytes
+        from remora.deployments.models.transformers_probe import check_paged_logits
+
+        model = self.model
+        needed_bytes = transformers_bytes(folder, model)
+        self._check_memory(needed_bytes)
+        kind = str(config.model_type)
+        logger.warning("model %s (%s) runs through transformers: slower than the own decoder", model.name, kind)
+        self.say(f"loading {needed_bytes // MiB} MiB of {model.weights} weights through transformers (slower)")
+        loaded, call = load_transformers(folder, model, config, context_len)
+
+        def geometry_of(precision: Precision) -> KVGeometry:
+            group = LayerGroup(
+                num_layers=config.num_hidden_layers,
+                num_kv_heads=call.num_kv_heads,
+                head_dim=call.head_dim,
+                k_precision=precision,
+                v_precision=precision,
+            )
+            return KVGeometry(groups=(group,), block_tokens=self.block_tokens, rope=f"{kind} {rope_text(config)}")
+
+        check_paged_logits(model.name, loaded, geometry_of("fp32"), num_threads=self.num_threads)
+        geometry = geometry_of(model.kv_precision)
+        maths = json.dumps(["transformers", model.weights, config.to_dict()], sort_keys=True, default=str)
+        return self._loaded(
+            decoder=TransformersDecoder(loaded, geometry, self.num_threads),
+            shape=None,
+            geometry=geometry,
+            weights_id=_weights_id(self._hash(weight_files(folder)), maths),
+            tokenizer=tokenizer,
+            max_model_len=context_len,
+            vocab_size=int(loaded.get_output_embeddings().weight.shape[0]),
+            weights_bytes=needed_bytes,
+        )
+
+    def _make_decoder(self) -> MakeDecoder:
+        if self.make_decoder is not None:
+            return self.make_decoder
+        from remora.kernels.registry import make_decoder
+
+        return make_decoder
+
+    def _check_memory(self, needed_bytes: int) -> None:
+        check_memory(self.model.name, needed_bytes, available_memory_bytes())
+
+    def _hash(self, files: list[Path]) -> bytes:
+        from remora.deployments.models.weights_id import files_hash
+
+        self.say(f"checking {sum(path.stat().st_size for path in files) // MiB} MiB of weight files")
+        return files_hash(files, num_threads=self.num_threads)
+
+    def _loaded(
+        self,
+        *,
+        decoder: Decoder,
+        shape: DecoderShape | None,
+        geometry: KVGeometry,
+        weights_id: str,
+        tokenizer: ChatTokenizer,
+        max_model_len: int,
+        vocab_size: int,
+        weights_bytes: int,
+    ) -> LoadedModel:
+        self.say(f"ready: {decoder.name}, context {max_model_len}, {geometry.block_bytes} bytes of KV a block")
+        return LoadedModel(
+            name=self.model.name,
+            shape=shape,
+            geometry=geometry,
+            fingerprint=kv_fingerprint(geometry, weights_id, tokenizer.tokenizer_id),
+            decoder=decoder,
+            tokenizer=tokenizer,
+            max_model_len=max_model_len,
+            eos_token_ids=tokenizer.eos_token_ids,
+            vocab_size=vocab_size,
+            weights_bytes=weights_bytes,
+        )
