@@ -1,0 +1,123 @@
+"""Wrong values are told with their name, their value and what is allowed; one line for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remora.platform.base.config import load_config, parse_config
+from remora.platform.base.errors import ConfigError
+
+MiB = 1024 * 1024
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {"models": [{"name": "a", "source": "org/a"}], **changes}
+
+
+def error_of(data: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data)
+    return str(caught.value)
+
+
+def test_a_model_and_its_source_are_all_that_must_be_said() -> None:
+    config = parse_config(document())
+    assert config.http.host == "127.0.0.1"
+    assert config.models[0].device == config.devices[0].name
+    assert [namespace.name for namespace in config.namespaces_of("a")] == ["a"]
+
+
+def test_sizes_are_numbers_or_text() -> None:
+    config = parse_config(document(devices=[{"arena_bytes": "64MiB", "extent_bytes": 4 * MiB}]))
+    assert (config.devices[0].arena_bytes, config.devices[0].extent_bytes) == (64 * MiB, 4 * MiB)
+
+
+def test_the_default_namespace_of_a_model_comes_first() -> None:
+    names = [{"name": "one", "model": "a"}, {"name": "two", "model": "a"}]
+    config = parse_config({"models": [{"name": "a", "source": "x", "default_namespace": "two"}], "namespaces": names})
+    assert [namespace.name for namespace in config.namespaces_of("a")] == ["two", "one"]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({}, "models: is required"),
+        ({"models": []}, "models: must have at least one entry"),
+        ("text", "config: 'text' is not allowed: must be a mapping of keys to values"),
+        (document(colour="red"), "colour: unknown key 'colour'; allowed here: cluster, http, devices, models"),
+        (document(http={"prot": 1}), "http.prot: unknown key 'prot'; allowed here: host, port"),
+        (
+            document(http={"port": 70000}),
+            "http.port: 70000 is not allowed: Input should be less than or equal to 65535",
+        ),
+        (document(http={"host": "0.0.0.0"}), "http.host: '0.0.0.0' is not allowed: without API keys only loopback is"),
+        (document(http={"host": "example.org"}), "http.host: 'example.org' is not allowed"),
+        (document(devices=[{"arena_bytes": "1 potato"}]), "devices.0.arena_bytes: '1 potato' is not allowed"),
+        (document(devices=[{"block_tokens": 48}]), "devices.0.block_tokens: 48 is not allowed: Input should be 16, 32"),
+        (document(devices=[{"extent_bytes": 5000}]), "devices.cpu0.extent_bytes: 5000 must be a multiple of 4096"),
+        (
+            document(devices=[{"arena_bytes": "16MiB", "extent_bytes": "16MiB"}]),
+            "devices.cpu0.extent_bytes: 16777216 must be a multiple of 4096 and at most half of arena_bytes (16777216)",
+        ),
+        ({"models": [{"name": "a", "source": "x", "weights": "int3"}]}, "models.0.weights: 'int3' is not allowed"),
+        ({"models": [{"name": "A b", "source": "x"}]}, "models.0.name: 'A b' is not allowed"),
+        ({"models": [{"name": "a", "source": "x", "device": "gpu7"}]}, "models.a.device: no device 'gpu7'; one of"),
+        ({"models": [{"name": "a", "source": "x"}] * 2}, "models: the name 'a' is used twice"),
+        (document(namespaces=[{"name": "n", "model": "b"}]), "namespaces.n.model: no model 'b'; one of ['a']"),
+        (
+            document(namespaces=[{"name": "n", "model": "a", "guaranteed": 3, "limit": 2}]),
+            "namespaces.n.guaranteed: 3 bytes exceed its limit of 2 bytes",
+        ),
+        (
+            document(
+                namespaces=[
+                    {"name": "n", "model": "a", "guaranteed": "600MiB"},
+                    {"name": "m", "model": "a", "guaranteed": "600MiB"},
+                ]
+            ),
+            "namespaces: guarantees on device 'cpu0' add up to 1258291200 bytes, more than its "
+            "arena_bytes of 1073741824",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_in_one_line(data: Any, expected: str) -> None:
+    message = error_of(data)
+    assert message.startswith(expected)
+    assert "\n" not in message
+
+
+def test_every_wrong_value_gets_its_line() -> None:
+    lines = error_of({"models": [{"name": "a", "weights": "int3"}], "http": {"port": 0}}).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["http.port", "models.0.source", "models.0.weights"]
+
+
+def test_an_endless_value_is_shortened() -> None:
+    assert len(error_of(document(http={"port": "x" * 10_000}))) < 300
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("models: [", "not YAML"), ("models:\n- name: a\n", "models.0.source: is required"), ("", "models")],
+)
+def test_a_files_errors_begin_with_its_name(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(str(path))
+    assert expected in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).resolve().parents[3].glob("examples/*.yaml")), ids=lambda path: path.name
+)
+def test_every_example_is_valid(path: Path) -> None:
+    load_config(path)
