@@ -6,8 +6,7 @@ and draw, never on its neighbours. What all rows need (the largest logit) is one
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,7 @@ from remora.deployments.engine.logits import Float32, LogitShaper, ban
 from remora.deployments.engine.messages import SamplingParams, TokenLogprob
 
 Int64 = NDArray[np.int64]
+LogSumExp = Callable[[Float32], Float32]
 
 #: Below it sampling is greedy (vLLM's bound): the quotient would overflow.
 _LEAST_TEMPERATURE = 1e-5
@@ -56,7 +56,9 @@ class Sampled:
 class Sampler:
     """Samples steps. Keeps scratch rows, so that a step allocates little of the vocabulary's size; one caller."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, log_sum_exp: LogSumExp | None = None) -> None:
+        """`log_sum_exp` normalises logprobs; None: in numpy."""
+        self._log_sum_exp = log_sum_exp if log_sum_exp is not None else log_sum_exp_rows
         self._shaped_V = np.empty(vocab_size, np.float32)
         self._weights_V = np.empty(vocab_size, np.float32)
         self._piece_starts = np.arange(0, vocab_size, _PIECE)
@@ -70,6 +72,7 @@ class Sampler:
         best_R = logits_RV.argmax(axis=1)
         finite_R = np.isfinite(logits_RV[np.arange(len(rows)), best_R]).tolist()
         best = best_R.tolist()
+        normalisers = self._normalisers(logits_RV, rows)
         out = []
         for i, row in enumerate(rows):
             if not finite_R[i]:
@@ -81,7 +84,7 @@ class Sampler:
             elif row.params.logprobs is None:
                 out.append(Sampled(token_id=token_id))
             else:
-                logprobs = self._logprobs(logits_RV[i], best[i], token_id, row.params.logprobs)
+                logprobs = _logprobs(logits_RV[i], normalisers[i], token_id, row.params.logprobs)
                 out.append(Sampled(token_id=token_id, logprobs=logprobs))
         return out
 
@@ -118,16 +121,32 @@ class Sampler:
         ids_K = np.flatnonzero(weights_V >= np.float32(floor))
         return _draw(ids_K, weights_V[ids_K], params, draw, mass=mass)
 
-    def _logprobs(self, logits_V: Float32, best: int, token_id: int, num_top: int) -> tuple[TokenLogprob, ...]:
-        weights_V = _weights(logits_V, logits_V[best], 1.0, out=self._weights_V)
-        normaliser = float(logits_V[best]) + math.log(float(weights_V.sum(dtype=np.float64)))
-        chosen = TokenLogprob(token_id=token_id, logprob=float(logits_V[token_id]) - normaliser)
-        if num_top <= 0:
-            return (chosen,)
-        ids_K = _top_ids(logits_V, min(num_top, len(logits_V)))
-        # Stable: of equal logits the lowest id comes first.
-        ids_K = ids_K[np.argsort(-logits_V[ids_K], kind="stable")][:num_top]
-        return (chosen, *(TokenLogprob(token_id=int(i), logprob=float(logits_V[i]) - normaliser) for i in ids_K))
+    def _normalisers(self, logits_RV: Float32, rows: Sequence[SampleRow]) -> dict[int, float]:
+        """log Σ exp of the rows that want logprobs."""
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        if not wanted:
+            return {}
+        sums = self._log_sum_exp(logits_RV if len(wanted) == len(rows) else logits_RV[wanted])
+        return dict(zip(wanted, sums.tolist(), strict=True))
+
+
+def log_sum_exp_rows(logits_RV: Float32) -> Float32:
+    """log Σ exp of each row."""
+    largest_R = logits_RV.max(axis=1)
+    with np.errstate(invalid="ignore"):  # rows that are not finite get NaN; they are refused elsewhere
+        sums = [np.exp(row - largest).sum(dtype=np.float64) for row, largest in zip(logits_RV, largest_R, strict=True)]
+    result: Float32 = (largest_R + np.log(sums)).astype(np.float32)
+    return result
+
+
+def _logprobs(logits_V: Float32, normaliser: float, token_id: int, num_top: int) -> tuple[TokenLogprob, ...]:
+    chosen = TokenLogprob(token_id=token_id, logprob=float(logits_V[token_id]) - normaliser)
+    if num_top <= 0:
+        return (chosen,)
+    ids_K = _top_ids(logits_V, min(num_top, len(logits_V)))
+    # Stable: of equal logits the lowest id comes first.
+    ids_K = ids_K[np.argsort(-logits_V[ids_K], kind="stable")][:num_top]
+    return (chosen, *(TokenLogprob(token_id=int(i), logprob=float(logits_V[i]) - normaliser) for i in ids_K))
 
 
 def _weights(logits: Float32, largest: np.float32, temperature: float, out: Float32 | None = None) -> Float32:

