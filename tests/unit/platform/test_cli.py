@@ -1,0 +1,188 @@
+"""What a user sees of each command: its output, its one-sentence errors and its exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from remora.platform.cli.chat import Conversation, _talk
+from remora.platform.cli.client import ServerRefused
+
+if TYPE_CHECKING:
+    from tests.unit.platform.conftest import FakeServer
+
+Run = Callable[..., Any]
+NOBODY = "http://127.0.0.1:9"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_question_on_the_command_line_is_answered_once(run: Run, server: FakeServer) -> None:
+    ran = run("chat", "--url", server.url, "-s", "Be brief.", "--seed", "7", "What", "is", "it?")
+    assert (ran.code, ran.out, ran.err) == (0, "A remora is a fish.\n", "")
+    (body,) = server.bodies
+    assert body["model"] == "tiny"
+    assert body["stream"] is True
+    assert body["seed"] == 7
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is it?"},
+    ]
+    assert "namespace" not in body
+
+
+def test_a_question_on_standard_input_is_answered_once(
+    run: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\n"))
+    ran = run("chat", "--url", server.url, "-m", "other")
+    assert ran.out == "A remora is a fish.\n"
+    assert server.bodies[0]["model"] == "other"
+
+
+def test_a_conversation_in_a_terminal_remembers_what_was_said(
+    run: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter(["Hello", "", "/help", "And you?", "/clear", "Anew", "/exit"])
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(typed))
+    ran = run("chat", "--url", server.url)
+    assert ran.code == 0
+    assert ran.out.count("A remora is a fish.\n") == 3
+    assert [[message["content"] for message in body["messages"]] for body in server.bodies] == [
+        ["Hello"],
+        ["Hello", "A remora is a fish.", "And you?"],
+        ["Anew"],
+    ]
+
+
+def test_an_error_in_a_terminal_is_told_and_the_question_is_forgotten(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["Hello"])
+
+    def read(_prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    server.error_in_stream = "the replica went away"
+    with httpx.Client(base_url=server.url) as client:
+        conversation = Conversation(client, "tiny", None, {})
+        _talk(conversation)
+        assert conversation.messages == []
+        with pytest.raises(ServerRefused, match="the replica went away"):
+            list(conversation.ask("Hello"))
+    assert "error: the replica went away" in capsys.readouterr().err
+
+
+def test_a_refusal_of_the_server_is_one_sentence_and_exit_code_1(run: Run, server: FakeServer) -> None:
+    server.error = (404, "The model 'x' does not exist.")
+    ran = run("chat", "--url", server.url, "-m", "x", "Hello")
+    assert (ran.code, ran.out, ran.err) == (1, "", "remora: 404: The model 'x' does not exist.\n")
+
+
+@pytest.mark.parametrize("command", [["chat", "Hello"], ["ns", "list"], ["bench"], ["status"]])
+def test_a_server_that_is_not_there_is_named_with_the_way_out(run: Run, command: list[str]) -> None:
+    ran = run(*command, "--url", NOBODY)
+    assert ran.code == 1
+    assert ran.err.startswith(f"remora: no server answers at {NOBODY}")
+    assert "remora up" in ran.err
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["status"])
+def test_without_an_instance_status_says_so(run: Run, command: str) -> None:
+    ran = run(command)
+    assert ran.code == 1
+    assert "Nothing is running" in ran.out
+
+
+def test_down_without_an_instance_is_no_error(run: Run) -> None:
+    ran = run("down")
+    assert (ran.code, ran.out) == (0, "No Remora named 'default' is running.\n")
+
+
+def test_bench_counts_tokens_requests_and_times(run: Run, server: FakeServer) -> None:
+    ran = run("bench", "--url", server.url, "--clients", "1,3", "--requests", "2", "--output-tokens", "9", "--json")
+    assert ran.code == 0, ran.err
+    summaries = [json.loads(line) for line in ran.out.splitlines()]
+    assert [(each["figures"]["clients"], each["figures"]["requests"]) for each in summaries] == [(1, 2), (3, 6)]
+    assert all(each["figures"]["tokens_per_s"] > 0 for each in summaries)
+    assert all(0 < each["figures"]["ttft_p50_s"] <= each["figures"]["ttft_p99_s"] < 60 for each in summaries)
+    # One run to warm up, then 2 and 6 requests, none with a prompt of another.
+    assert len(server.bodies) == 2 + 2 + 6
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert len(set(prompts)) == len(prompts)
+    assert {len(prompt) for prompt in prompts} == {128}
+    assert {body["max_tokens"] for body in server.bodies} == {9}
+
+
+def test_bench_stops_at_the_first_refusal(run: Run, server: FakeServer) -> None:
+    server.error = (429, "over quota")
+    ran = run("bench", "--url", server.url, "--clients", "2")
+    assert ran.code == 1
+    assert "429" in ran.err
+    assert "over quota" in ran.err
+
+
+def test_validate_accepts_a_good_file_and_names_what_is_wrong_in_a_bad_one(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("models:\n- {name: a, source: org/a}\n")
+    assert run("validate", "--no-models", str(path)).code == 0
+    path.write_text("models:\n- {name: a, source: org/a, weights: int3}\n")
+    ran = run("validate", "--no-models", str(path))
+    assert ran.code == 2
+    assert "models.0.weights: 'int3' is not allowed" in ran.err
+
+
+def test_validate_finds_a_model_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"models:\n- {{name: a, source: {tmp_path}/nowhere/model}}\n")
+    ran = run("validate", str(path))
+    assert ran.code == 1
+    assert "nowhere/model" in ran.err
+
+
+def test_ns_list_adds_up_the_pools_and_show_prints_one(run: Run, server: FakeServer) -> None:
+    figures = {"used_bytes": 1024, "cached_bytes": 2048, "borrowed_bytes": 0}
+    namespace = {
+        "id": "chat",
+        "model": "tiny",
+        "guaranteed_bytes": 1048576,
+        "limit_bytes": None,
+        "weight": 1.0,
+        "pools": {"one": figures, "two": figures},
+    }
+    server.documents["/v1/namespaces"] = {"data": [namespace]}
+    line = run("ns", "list", "--url", server.url).out.splitlines()[-1]
+    assert line.split("  ")[0] == "chat"
+    assert [cell.strip() for cell in line.split("  ") if cell.strip()][2:] == [
+        "1 MiB",
+        "the arena",
+        "1.0",
+        "2 KiB",
+        "4 KiB",
+        "0 B",
+    ]
+    assert json.loads(run("ns", "show", "chat", "--url", server.url).out) == namespace
+    missing = run("ns", "show", "cat", "--url", server.url)
+    assert (missing.code, missing.err) == (1, "remora: no namespace 'cat'; one of: chat\n")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--port", "70000"], ["bench", "--clients", "x"]])
+def test_a_wrong_command_line_has_exit_code_2(run: Run, arguments: list[str]) -> None:
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert "Error:" in ran.err

@@ -1,0 +1,100 @@
+"""Traces of several processes are put together from their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from remora.platform.base.span_file import StoredSpan, prune_span_files
+from remora.platform.cli.load_generator import percentile
+from remora.platform.cli.table import table_lines
+from remora.platform.cli.trace import tree_lines
+
+Run = Callable[..., Any]
+
+
+def span(span_id: str, parent: str, start_ms: int, end_ms: int, **changes: object) -> StoredSpan:
+    base = StoredSpan(
+        trace_id="abc123",
+        span_id=span_id,
+        parent_span_id=parent,
+        name=f"work.{span_id}",
+        process="remora.router",
+        start_ns=1_700_000_000_000_000_000 + start_ms * 1_000_000,
+        end_ns=1_700_000_000_000_000_000 + end_ms * 1_000_000,
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    files = {
+        "router-1.jsonl": [span("a", "caller", 0, 100)],
+        "replica-2.jsonl": [
+            span("c", "b", 30, 90, process="remora.replica", error_type="OverQuota", error="full"),
+            span("b", "a", 10, 95, attributes={"remora.namespace": "chat"}),
+            span("z", "", 5, 6, trace_id="abd999"),
+        ],
+    }
+    (tmp_path / "traces").mkdir()
+    for name, spans in files.items():
+        (tmp_path / "traces" / name).write_bytes(b"\n".join(msgspec.json.encode(each) for each in spans) + b"\n")
+    return tmp_path
+
+
+def test_a_trace_is_shown_as_a_tree_across_processes(run: Run, state_dir: Path) -> None:
+    lines = run("trace", "show", "abc", "--state-dir", str(state_dir)).out.splitlines()
+    assert [line[27:].split("  [")[0] for line in lines] == ["work.a", "  work.b", "    work.c"]
+    assert lines[0].startswith("      0.0 ms     100.0 ms")
+    assert lines[2].startswith("     30.0 ms      60.0 ms")
+    assert "[remora.replica] FAILED OverQuota: full" in lines[2]
+    assert "remora.namespace=chat" in lines[1]
+
+
+def test_a_span_whose_parent_is_unknown_is_a_root() -> None:
+    lines = tree_lines([span("a", "gone", 0, 1), span("b", "", 2, 3)])
+    assert len(lines) == 2
+
+
+def test_traces_are_listed_with_the_newest_last(run: Run, state_dir: Path) -> None:
+    lines = run("trace", "list", "--state-dir", str(state_dir)).out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["abc123", "abd999"]
+    assert lines[2].split()[3:] == ["100.0", "3", "1", "work.a"]
+    assert len(run("trace", "list", "-n", "1", "--state-dir", str(state_dir)).out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("beginning", "message"), [("ab", "2 traces begin with 'ab'"), ("x", "no trace begins with 'x'")]
+)
+def test_a_beginning_must_mean_one_trace(run: Run, state_dir: Path, beginning: str, message: str) -> None:
+    ran = run("trace", "show", beginning, "--state-dir", str(state_dir))
+    assert ran.code == 1
+    assert message in ran.err
+
+
+def test_the_oldest_files_are_pruned_first(tmp_path: Path) -> None:
+    import os
+
+    for age, name in enumerate(["new", "middle", "old"]):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (1000 - age, 1000 - age))
+    prune_span_files(tmp_path, 250)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["middle", "new"]
+    prune_span_files(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert [percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert percentile([3.0], 0.99) == 3.0
+    assert percentile([], 0.5) != percentile([], 0.5)
+
+
+def test_numbers_are_aligned_to_the_right() -> None:
+    assert table_lines(["NAME", "N"], [["a", 1], ["long", 22]]) == ["NAME   N", "a      1", "long  22"]
