@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import secrets
@@ -112,11 +113,14 @@ class LocalPlatform:
         if self._record is None:
             return
         self._set_status("stopping")
-        if self._ray_started:
-            _within(_STOP_STEP_TIMEOUT_S, "Serve", self._stop_serve)
-            _within(_STOP_STEP_TIMEOUT_S, "the pools", self._stop_actors)
+        # Ray prints to both streams that actors die, which is what is wanted here.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            if self._ray_started:
+                _within(_STOP_STEP_TIMEOUT_S, "Serve", self._stop_serve)
+                _within(_STOP_STEP_TIMEOUT_S, "the pools", self._stop_actors)
+            if self._temp_dir is not None:
+                _within(_STOP_STEP_TIMEOUT_S, "Ray", lambda: stop_local_ray(self._temp_dir or Path()))
         if self._temp_dir is not None:
-            _within(_STOP_STEP_TIMEOUT_S, "Ray", lambda: stop_local_ray(self._temp_dir or Path()))
             killed = kill_marked(INSTANCE_VARIABLE, self._record.instance_id)
             logger.info("killed %d processes that had not ended by themselves", len(killed))
             remove_remains(self._record)
