@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import msgspec
 import ray
-from ray.exceptions import ActorDiedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.cache_actors.durable_pool import DurablePool
+from remora.cache_actors.pool_calls import await_pool
 from remora.cache_actors.pool_messages import (
     CallReply,
     EventsReply,
@@ -50,8 +50,10 @@ from remora.namespaces.commands import (
 from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
-from remora.platform.base.errors import ArenaError, IntegrityError, StaleLease
+from remora.platform.base.errors import IntegrityError, StaleLease
 from remora.platform.base.ids import LeaseId
+
+__all__ = ["PoolActor", "await_pool", "find_pools", "get_or_create_pool"]
 
 logger = logging.getLogger(__name__)
 
@@ -306,16 +308,6 @@ def get_or_create_pool(config: RemoraConfig, device_name: str, node_id: str) -> 
         )
         .remote(settings)
     )
-
-
-async def await_pool(pool: Any) -> PoolBinding:
-    """Waits until a pool has started. Raises ArenaError with the reason when it could not."""
-    try:
-        return msgspec.msgpack.decode(await pool.binding.remote(), type=PoolBinding)
-    except ActorDiedError as error:
-        lines = [line for line in str(error).splitlines() if "remora.platform.base.errors." in line]
-        reason = lines[-1].partition("remora.platform.base.errors.")[2] if lines else str(error)
-        raise ArenaError(f"the pool did not start: {reason}") from error
 
 
 def find_pools(cluster_name: str) -> list[Any]:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from remora.cache_actors.arena import Arena, ArenaView, MappedArena
+from remora.cache_actors.pool_calls import await_pool, until_answered
 from remora.cache_actors.pool_messages import PoolBinding, decode_call_reply, decode_events_reply, encode_commands
 from remora.cache_actors.port import EngineCommand, OnAnswer, OnEvent
 from remora.cache_actors.process_watch import process_identity
@@ -41,7 +41,7 @@ from remora.namespaces.commands import (
     Refused,
 )
 from remora.namespaces.geometry import KVGeometry
-from remora.platform.base.errors import ArenaError, PoolError, Unavailable
+from remora.platform.base.errors import ArenaError, PoolError
 from remora.platform.base.ids import LeaseId, ModelId, ReplicaId
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,6 @@ logger = logging.getLogger(__name__)
 #: Commands in one RPC; well below the number of answers that a pool keeps for repeats.
 MAX_BATCH: Final = 64
 _LONG_POLL_S: Final = 10.0
-_MAX_PAUSE_S: Final = 0.5
-#: An actor that restarts is unavailable, one that says this often it is dead does not come back.
-_MAX_DEATHS: Final = 10
 #: Refusals after which the numbering of the lease, or the lease itself, is gone.
 _FATAL: Final = frozenset({"StaleLease", "CallOrder", "IntegrityError"})
 
@@ -105,9 +102,10 @@ class PoolClient:
     ) -> PoolClient:
         """Maps the arena and registers this process. `on_lost(reason)` is called on the loop.
 
-        Raises PoolError when the pool refuses (the reason says why), ArenaError when its memory cannot be mapped.
+        Raises PoolError when the pool refuses (the reason says why), ArenaError when the pool could not start or its
+        memory cannot be mapped.
         """
-        binding = msgspec.msgpack.decode(await _until_answered(pool.binding.remote), type=PoolBinding)
+        binding = await await_pool(pool)
         if binding.kind == "cpu":
             arena: MappedArena = Arena.open(Path(binding.arena_path))
         else:
@@ -192,7 +190,7 @@ class PoolClient:
                     continue
                 data = encode_commands(batch)
                 reply = decode_call_reply(
-                    await _until_answered(partial(self._pool.call.remote, self.lease_id, data, self._event_no))
+                    await until_answered(partial(self._pool.call.remote, self.lease_id, data, self._event_no))
                 )
                 self._deliver(batch, reply.answers)
                 self._take_events(reply.events, reply.last_call_no)
@@ -244,7 +242,7 @@ class PoolClient:
         while self.lost is None:
             seen_no = max([self._event_no, *(events[-1].event_no for _, events in self._early)])
             reply = decode_events_reply(
-                await _until_answered(partial(self._pool.wait_events.remote, self.lease_id, seen_no, _LONG_POLL_S))
+                await until_answered(partial(self._pool.wait_events.remote, self.lease_id, seen_no, _LONG_POLL_S))
             )
             if not reply.lease_known:
                 if not self._closing:
@@ -273,27 +271,3 @@ class PoolClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.attached = None
         self.arena.close()
-
-
-async def _until_answered(call: Callable[[], Any]) -> bytes:
-    """Repeats a call until the pool answers it: a pool that died comes back (design §4.6), with its numbering.
-
-    Raises what the method raised, or ActorDiedError when the actor was ended for good.
-    """
-    pause_s = 0.02
-    deaths = 0
-    while True:
-        try:
-            answer: bytes = await call()
-            return answer
-        except RayTaskError as error:
-            if not isinstance(error.cause, Unavailable):
-                raise
-            logger.warning("the pool cannot take the call now, trying again: %s", error.cause)
-        except RayError as error:
-            deaths = deaths + 1 if isinstance(error, ActorDiedError) else 0
-            if deaths > _MAX_DEATHS:
-                raise
-            logger.warning("the pool cannot be reached, trying again: %s", str(error).partition("\n")[0])
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
