@@ -74,9 +74,8 @@ class LocalPlatform:
             if killed:
                 self._say(f"an earlier instance ended badly: killed {len(killed)} processes of it")
             self._store.remove()
-        devices = {device.name for device in self._config.devices}
         for path in stale_files(self._config.cluster.name, SHARED_MEMORY_DIR, self._state_dir):
-            if path.suffix == ".arena" and any(f"-{name}-" in path.name for name in devices):
+            if path.suffix == ".arena":
                 self._say(f"found {path}, left by an earlier instance")
 
     def start(self) -> None:

@@ -1,0 +1,90 @@
+"""Ends that nobody planned: signals while starting, and kill -9 of everything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from remora.platform.cli.processes import kill_processes
+
+if TYPE_CHECKING:
+    from tests.cluster.cli.conftest import Up
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+#: More than four blocks of 32 tokens.
+LONG_PROMPT = "The remora is a fish that travels with a larger one and changes its host. " * 12
+
+
+def cached_tokens(up: Up) -> int:
+    """Answers a long prompt; how much of it was in the cache."""
+    response = httpx.post(
+        f"{up.record.url}/v1/completions",
+        json={"model": "tiny", "prompt": LONG_PROMPT, "max_tokens": 2, "temperature": 0},
+        timeout=60,
+        trust_env=False,
+    )
+    assert response.status_code == 200, response.text
+    return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_starting_leaves_nothing(make_up: Callable[[str], Up], number: signal.Signals) -> None:
+    up = make_up(f"early-{number.name.lower()}")
+    up.start()
+    up.await_line("pool cpu0: created")
+    record = up.record
+    # A terminal's Ctrl-C reaches the whole group, and impatient people press it twice.
+    for _ in range(2):
+        os.killpg(up.process.pid, number)
+        time.sleep(0.2)
+    assert up.process.wait(90) == 0
+    up.assert_nothing_left(record)
+
+
+def test_after_kill_9_of_everything_the_next_up_adopts_the_cache_and_then_ends_clean(
+    make_up: Callable[[str], Up],
+) -> None:
+    up = make_up("crash")
+    up.start()
+    up.await_line("ready: ")
+    assert cached_tokens(up) == 0
+    assert cached_tokens(up) > 100
+    time.sleep(0.5)
+    killed = up.record
+    processes = up.processes()
+    up.process.kill()
+    kill_processes(processes)
+    up.process.wait(10)
+    assert up.files() != []
+    assert "Nothing is running" in up.run("status").stdout
+
+    up.start()
+    up.await_line("ready: ")
+    assert "left by an earlier instance" in up.text
+    assert "pool cpu0: adopted" in up.text
+    assert cached_tokens(up) > 100
+    record = up.record
+    assert record.instance_id != killed.instance_id
+    up.process.send_signal(signal.SIGTERM)
+    assert up.process.wait(90) == 0
+    up.assert_nothing_left(record)
+
+
+def test_down_clears_what_an_up_that_was_killed_has_left(make_up: Callable[[str], Up]) -> None:
+    up = make_up("orphans")
+    up.start()
+    up.await_line("pool cpu0: created")
+    record = up.record
+    up.process.kill()
+    up.process.wait(10)
+    done = up.run("down", "--name", "orphans")
+    assert done.returncode == 0, done.stderr
+    assert "Cleared what 'orphans' had left" in done.stdout
+    up.assert_nothing_left(record)
