@@ -1,0 +1,102 @@
+"""Clients that leave, wherever their request is, leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+SMALL = {"X-Remora-Namespace": "smollm2/small"}
+
+
+def _namespace(platform: Any, name: str) -> dict[str, Any]:
+    (found,) = [each for each in platform.get("/v1/namespaces")["data"] if each["id"] == name]
+    (usage,) = found["pools"].values()
+    return dict(usage)
+
+
+def test_a_client_that_leaves_while_streaming_frees_its_blocks_within_a_second(platform: Any) -> None:
+    body = {"model": "smollm2", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with platform.http.stream("POST", "/v1/completions", json=body) as response:
+        for number, _ in enumerate(response.iter_lines()):
+            if number == 5:
+                break
+        assert platform.referenced_blocks() > 0
+    platform.eventually(lambda: platform.referenced_blocks() == 0, 1.0, what="blocks are back")
+
+
+def test_a_client_that_leaves_while_queued_frees_its_place(platform: Any) -> None:
+    """The namespace has 11 blocks; each of the two requests starts with 8."""
+    body = {"model": "smollm2", "prompt": [5] * 200, "max_tokens": 120, "ignore_eos": True, "stream": True}
+    with platform.http.stream("POST", "/v1/completions", json=body, headers=SMALL) as response:
+        next(response.iter_lines())
+        queued = threading.Thread(target=_leave_after, args=(platform.url, {**body, "prompt": [6] * 200}, 1.0))
+        queued.start()
+        platform.eventually(lambda: _namespace(platform, "smollm2/small")["num_waiting"] == 1, 5, what="one waits")
+        queued.join()
+        platform.eventually(lambda: _namespace(platform, "smollm2/small")["num_waiting"] == 0, 1.0, what="none waits")
+        assert _namespace(platform, "smollm2/small")["num_running"] == 1
+    platform.eventually(lambda: platform.referenced_blocks() == 0, 1.0, what="blocks are back")
+
+
+def _leave_after(url: str, body: dict[str, Any], seconds: float) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, headers=SMALL, timeout=seconds)
+
+
+def test_two_hundred_mixed_requests_half_of_them_aborted_return_to_the_baseline(platform: Any) -> None:
+    draw = random.Random(5)
+    bodies = [
+        {
+            "model": draw.choice(["smollm2", "smollm2-int8"]),
+            "prompt": f"Story number {draw.randrange(20)}: " + "once upon a time " * draw.randrange(1, 12),
+            "max_tokens": draw.randrange(1, 40),
+            "n": draw.choice([1, 1, 2]),
+            "temperature": draw.choice([0, 1]),
+            "stream": draw.random() < 0.7,
+            "ignore_eos": True,
+        }
+        for _ in range(200)
+    ]
+
+    def run(index: int) -> str:
+        body = bodies[index]
+        if index % 2:
+            try:
+                httpx.post(
+                    f"{platform.url}/v1/completions", json=body, timeout=httpx.Timeout(30, read=0.05 + index % 7 / 10)
+                )
+            except httpx.ReadTimeout:
+                return "aborted"
+            return "ended before"
+        response = httpx.post(f"{platform.url}/v1/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        if body["stream"]:
+            assert response.text.endswith("data: [DONE]\n\n")
+            documents = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+            assert not any("error" in document for document in documents)
+            reasons = [each["finish_reason"] for document in documents for each in document["choices"]]
+            assert reasons.count("length") == body["n"]
+        else:
+            assert response.json()["usage"]["completion_tokens"] == body["n"] * body["max_tokens"]
+        return "done"
+
+    with ThreadPoolExecutor(32) as threads:
+        outcomes = list(threads.map(run, range(200)))
+    assert outcomes.count("done") == 100
+    assert outcomes.count("aborted") > 20
+    platform.eventually(lambda: platform.referenced_blocks() == 0, 2.0, what="blocks are back")
+    time.sleep(0.5)
+    metrics = platform.http.get("/metrics").text
+    assert "remora_router_open_requests 0.0" in metrics
+    for line in metrics.splitlines():
+        if line.startswith(("remora_engine_running_sequences{", "remora_engine_waiting_sequences{")):
+            assert line.endswith(" 0.0"), line

@@ -1,0 +1,123 @@
+"""What operators see: sockets, traces, metrics, namespaces, pools, replicas."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remora.platform.cli.processes import command_of, marked_processes
+
+pytestmark = pytest.mark.e2e
+
+_LISTENING = "0A"
+
+
+def _listening_sockets() -> dict[str, str]:
+    """Inode → local address of every listening TCP socket of the machine."""
+    sockets = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENING:
+                sockets[fields[9]] = fields[1]
+    return sockets
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    raw = bytes.fromhex(text.partition(":")[0])
+    words = struct.unpack(f">{len(raw) // 4}I", raw)
+    return ipaddress.ip_address(struct.pack(f"<{len(words)}I", *words))
+
+
+def test_every_listening_socket_is_on_loopback(platform: Any) -> None:
+    """Ray's, Serve's and HAProxy's own included."""
+    session = os.environ["REMORA_TEST_SESSION"]
+    pids = [os.getpid(), *(process.pid for process in marked_processes("REMORA_TEST_SESSION", session))]
+    listening = _listening_sockets()
+    seen: dict[str, str] = {}
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(fd)
+            except OSError:
+                continue
+            inode = target.removeprefix("socket:[").removesuffix("]")
+            if target.startswith("socket:[") and inode in listening:
+                seen[listening[inode]] = command_of(pid)
+    ports = {int(each.partition(":")[2], 16) for each in seen}
+    assert platform.config.http.port in ports, "the test sees the platform's sockets"
+    assert len(seen) > 5
+    open_to_others = {
+        f"{_address(each)}:{int(each.partition(':')[2], 16)}": command
+        for each, command in seen.items()
+        if not (
+            _address(each).is_loopback
+            or getattr(_address(each), "ipv4_mapped", None) == ipaddress.ip_address("127.0.0.1")
+        )
+    }
+    assert open_to_others == {}
+
+
+def _spans(platform: Any) -> list[dict[str, Any]]:
+    folder = Path(platform.config.cluster.state_dir) / "traces"
+    return [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+
+
+def test_one_trace_holds_the_router_the_pool_and_the_engine(platform: Any) -> None:
+    trace_id = os.urandom(16).hex()
+    response = platform.http.post(
+        "/v1/chat/completions",
+        json={"model": "smollm2", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
+        headers={"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"},
+    )
+    assert response.headers["x-remora-trace-id"] == trace_id
+    wanted = {"chat smollm2", "router.route", "pool.admit", "engine.prefill", "engine.decode"}
+
+    def names() -> set[str]:
+        return {span["name"] for span in _spans(platform) if trace_id in json.dumps(span)}
+
+    platform.eventually(lambda: names() >= wanted, 5, what=f"{wanted} in one trace")
+
+
+def test_metrics_cover_router_engines_and_pools(platform: Any) -> None:
+    platform.chat("hi", max_tokens=2)
+    page = platform.http.get("/metrics").text
+    for name in (
+        'remora_http_requests_total{route="/v1/chat/completions",status="200"}',
+        'remora_time_to_first_token_seconds_count{model="smollm2",namespace="smollm2"}',
+        'remora_model_ready{model="smollm2-int8"} 1.0',
+        "remora_engine_step_seconds_bucket{",
+        "remora_engine_output_tokens_total{",
+        "remora_pool_arena_bytes{",
+        'remora_namespace_limit_bytes{namespace="smollm2/small"',
+    ):
+        assert name in page, name
+
+
+def test_namespaces_and_pools_show_quotas_and_usage(platform: Any) -> None:
+    platform.chat("hi", max_tokens=2)
+    namespaces = {each["id"]: each for each in platform.get("/v1/namespaces")["data"]}
+    assert set(namespaces) == {"smollm2", "smollm2/small", "smollm2-int8"}
+    assert namespaces["smollm2"]["guaranteed_bytes"] == 96 * 2**20
+    (usage,) = namespaces["smollm2"]["pools"].values()
+    assert usage["cached_bytes"] > 0
+    pool = platform.pool()
+    assert pool["used_bytes"] + pool["cached_bytes"] <= pool["data_bytes"]
+    assert {lease["model"] for lease in pool["leases"]} == {"smollm2", "smollm2-int8"}
+    replicas = platform.get("/v1/replicas")["data"]
+    assert sorted(each["model"] for each in replicas if each["connected"]) == ["smollm2", "smollm2", "smollm2-int8"]
+
+
+def test_models_are_listed_ready(platform: Any) -> None:
+    models = {each["id"]: each for each in platform.get("/v1/models")["data"]}
+    assert {model: each["ready"] for model, each in models.items()} == {"smollm2": True, "smollm2-int8": True}
+    assert platform.get("/v1/models/smollm2")["max_model_len"] == 2048
+    assert platform.http.get("/ready").status_code == 200
+    assert platform.http.get("/health").status_code == 200
+    assert platform.http.get("/v1/models/nothing").status_code == 404
