@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from remora.deployments.models.model_spec import ModelSpec
 from remora.deployments.models.refusals import refuse
 from remora.kernels.base import DecoderShape, WeightPrecision
@@ -91,11 +93,9 @@ def rope_frequencies(name: str, config: Any, context_len: int) -> tuple[tuple[fl
 
 
 def default_inv_freq(theta: float, head_dim: int) -> tuple[float, ...]:
-    """theta ** (-2i / head_dim), rounded to fp32 as transformers computes it."""
-    import torch
-
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype=torch.float) / head_dim
-    return tuple((1.0 / (theta**exponents)).double().tolist())
+    """theta ** (-2i / head_dim) in fp32, step by step as transformers computes it (equal up to the last bit)."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return tuple((np.float32(1.0) / np.power(np.float32(theta), exponents)).tolist())
 
 
 def rope_text(config: Any) -> str:

@@ -156,7 +156,8 @@ class _Loader:
         needed_bytes = weights.num_bytes()
         self._check_memory(needed_bytes)
         content = self._hash(files)
-        maths = json.dumps([dataclasses.asdict(spec.shape), spec.rope_inv_freq], sort_keys=True)
+        # Rope is in the geometry, as text: its frequencies may differ in the last bit between processors.
+        maths = json.dumps(dataclasses.asdict(spec.shape), sort_keys=True)
         geometry = spec.geometry(block_tokens=self.block_tokens, kv_precision=self.model.kv_precision)
         self.say(f"packing {needed_bytes // MiB} MiB of {self.model.weights} weights")
         return self._loaded(

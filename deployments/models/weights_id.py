@@ -6,6 +6,7 @@ pieces (about 1 GB/s a core), and the result is kept in the state directory for 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -73,4 +74,5 @@ def _keep(kept: Path, path: Path, digest: bytes) -> None:
         partial.write_text(json.dumps({"file": str(path), "hash": digest.hex()}))
         partial.replace(kept)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()

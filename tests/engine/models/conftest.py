@@ -27,9 +27,3 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_path: Path) -> ChatTokenizer:
     return gguf_chat_tokenizer(GGUFFile(smollm2_path))
-
-
-@pytest.fixture(autouse=True)
-def _own_state_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashes of weight files are kept in the state directory; tests leave the user's alone."""
-    monkeypatch.setenv("REMORA_STATE_DIR", str(tmp_path_factory.getbasetemp() / "state"))

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from remora.kernels.base import Decoder
 from remora.kernels.batch import StepBatch
 from remora.namespaces.geometry import KVGeometry
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY: dict[str, Any] = {
     "vocab_size": 300,
@@ -101,6 +102,12 @@ class Runner:
             for i, own in rows.items():
                 results[i].append(step[own].copy())
         return [np.concatenate(parts) for parts in results]
+
+    def logits_from(self, tokens: Sequence[int], first_position: int, blocks: list[int]) -> NDArray[np.float32]:
+        """Logits of `tokens` behind `first_position` tokens whose KV lies in `blocks` already."""
+        self.batch.clear()
+        rows = self.batch.add(list(tokens), first_position=first_position, blocks=blocks, logits="all")
+        return self.decoder.forward(self.batch, self.memory)[rows].copy()
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """Greedy continuation, one token a step behind the prompt."""
