@@ -7,8 +7,10 @@ built, so it imports only the standard library.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,8 @@ COMMON_FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"),
 )
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc")
+#: "best" compiles the portable level and the best one that this machine runs; default: all that the compiler knows.
+LEVELS_VARIABLE = "REMORA_NATIVE_LEVELS"
 #: Compiled once; every other source is a level file.
 SHARED_SOURCES = frozenset(
     {"api", "api_attention", "attention_plan", "decoder", "dispatch", "model", "packing", "threads"}
@@ -56,6 +60,8 @@ class Level:
         return [*flags, *(f"-D{define}" for define in defines)]
 
 
+#: x86-64's arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA): some kernels and sandboxes refuse tiles.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512")
 X86_LEVELS = (
@@ -95,7 +101,19 @@ def levels_for(compiler: str, machine: str | None = None) -> list[Level]:
         probe = [compiler, *level.flags, "-fsyntax-only", "-x", "c++", os.devnull]
         if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
             known.append(level)
+    if os.environ.get(LEVELS_VARIABLE) == "best" and len(known) > 1:
+        return [known[0], next(level for level in reversed(known) if _runs_here(level))]
     return known
+
+
+def _runs_here(level: Level) -> bool:
+    """Whether this machine's processor and kernel let a process use the level; the portable one always."""
+    spelled = {"-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16", "-mprefer-vector-width=512": "avx512f"}
+    needed = {spelled.get(flag, flag.removeprefix("-m").replace("-", "_")) for flag in level.flags}
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    if flags is None or not needed <= set(flags.group(1).split()):
+        return not needed
+    return "amx_tile" not in needed or ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
 def build(output: Path, *, emulate: bool = False, jobs: int | None = None) -> Path:
@@ -140,9 +158,11 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Builds in place; with --emulated the library of tests, beside it."""
+    """Builds in place; with --emulated the library of tests, beside it; with --if-stale only when sources are newer."""
     emulate = "--emulated" in sys.argv[1:]
     output = SOURCE_DIR.parent / (EMULATED_LIBRARY_NAME if emulate else LIBRARY_NAME)
+    if "--if-stale" in sys.argv[1:] and not is_stale(output):
+        return 0
     try:
         sys.stdout.write(f"built {build(output, emulate=emulate)}\n")
     except BuildError as error:
