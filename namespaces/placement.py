@@ -191,9 +191,21 @@ class _Sketch:
             elif fresh != rank:
                 heapq.heapreplace(heap, (fresh, order, space_order, holding))
             elif holding.space is self.space:
-                self._take(holding, 1, "own" if holding.namespace is self.namespace else "borrowed")
+                next_rank = min((entry[0] for entry in heap[1:3]), default=(2, 0.0))
+                count = self._turn(holding, rank, next_rank)
+                self._take(holding, count, "own" if holding.namespace is self.namespace else "borrowed")
             elif not self._take_extent(holding.space):
                 heapq.heappop(heap)
+
+    def _turn(self, holding: Holding, rank: tuple[int, float], next_rank: tuple[int, float]) -> int:
+        """Blocks of this geometry to take from a holding in one go: until it is no longer its turn."""
+        namespace, size = holding.namespace, self.space.block_bytes
+        available = len(holding.policy) - self._taken.get((namespace.order, holding.space.order), 0)
+        count = min(self.missing, available)
+        if rank[0] == 0:
+            floor = -next_rank[1] * namespace.quota.weight if next_rank[0] == 0 else 0.0
+            count = min(count, int((self._excess(namespace) - floor) // size))
+        return max(1, count)
 
     def _take_extent(self, space: GeometrySpace) -> bool:
         """Plans to clear the emptiest extent of another geometry whose owners can all spare what it holds."""

@@ -120,6 +120,30 @@ def test_replicas_with_other_weights_do_not_share_although_their_geometry_is_equ
     assert driver.lease("lease-3", weights="w").run("s", "a", prompt(3)).num_cached_blocks == 2
 
 
+def test_a_hash_published_by_one_model_is_a_miss_for_another_with_the_same_geometry_and_namespace() -> None:
+    driver = Driver()
+    driver.namespace("a")
+    one, two = driver.lease("lease-1", weights="w"), driver.lease("lease-2", weights="w2")
+    one.run("s", "a", prompt(3))
+    stolen = one.hashes("a", prompt(3))
+    assert two.admit("s", "a", prompt(3), hashes=stolen).num_cached_blocks == 0
+
+
+def test_in_a_share_group_a_parent_outlives_the_child_of_another_namespace() -> None:
+    driver = Driver(num_extents=1)
+    driver.namespace("a", tenant="t", share_group="g")
+    driver.namespace("b", tenant="t", share_group="g", guaranteed=16 * BLOCK_BYTES)
+    replica = driver.lease()
+    replica.run("s1", "a", prompt(4))
+    replica.run("s2", "b", prompt(8))
+    replica.release("s2", "s1")
+    replica.run("s3", "b", prompt(9, start=3))
+    assert driver.report("a").evicted_blocks == {"borrowed": 1}, "a shrinks by what b lost"
+    assert driver.report("a").cached_bytes == 3 * BLOCK_BYTES
+    assert driver.report("b").cached_bytes == 4 * BLOCK_BYTES
+    assert replica.run("s4", "b", [*prompt(8)[:24], 1]).num_cached_blocks == 6
+
+
 def test_three_geometries_live_in_one_arena_without_overlap() -> None:
     driver = Driver(num_extents=6, extent_bytes=8192)
     ranges: list[tuple[int, int]] = []
@@ -201,6 +225,18 @@ def test_an_eviction_takes_the_least_recently_used_leaf_and_never_a_parent_first
     assert driver.report("a").evicted_blocks == {"own": 3}
     assert replica.run("three", "a", [*prompt(6, start=2)][: 3 * BLOCK_TOKENS + 1]).num_cached_blocks == 3
     assert driver.report("a").evicted_blocks == {"own": 4}
+
+
+def test_after_any_release_the_oldest_cached_block_is_a_leaf() -> None:
+    driver, replica = one_namespace()
+    for number, length in enumerate((5, 3, 7, 2)):
+        replica.run(f"s{number}", "a", [*prompt(2), *prompt(length, start=number)])
+    for number in (2, 0, 3, 1):
+        replica.release(f"s{number}")
+        (holding,) = driver.state._parts.book.holdings()
+        oldest = holding.policy.first()
+        assert oldest is not None
+        assert not oldest.children
 
 
 def test_an_evicted_chain_is_never_matched_past_the_gap() -> None:

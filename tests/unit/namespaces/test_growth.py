@@ -79,11 +79,11 @@ def test_a_borrower_goes_for_a_guarantee_but_never_the_other_way_round() -> None
     driver.namespace("a", guaranteed=16 * BLOCK_BYTES)
     driver.namespace("b")
     replica = driver.lease()
-    replica.run("b1", "b", prompt(16))
-    replica.run("a1", "a", prompt(15, start=1))
+    replica.run("b1", "b", prompt(16), priority=1)
+    replica.run("a1", "a", prompt(15, start=1), priority=-1)
     replica.run("b2", "b", prompt(1, start=2))
     assert replica.extend("b1").preempted == ()
-    assert preempted(replica) == ["b2"]
+    assert preempted(replica) == ["b2"], "a1 has a lower priority, but is within its guarantee"
     replica.release("b2")
     assert replica.extend("a1").refused == ()
     assert replica.extend("b1").preempted == ("b1",), "the only other one is within its guarantee"
@@ -105,11 +105,11 @@ def test_at_its_limit_a_namespace_preempts_only_its_own() -> None:
 def test_shared_blocks_do_not_count_as_memory_that_a_victim_frees() -> None:
     _, replica = setup()
     replica.run("s1", "a", prompt(8))
-    replica.run("s2", "a", [*prompt(8), 1])
     replica.run("s3", "a", [*prompt(8), 2, *prompt(6, start=4)])
+    replica.run("s2", "a", [*prompt(8), 1])
     answer = replica.extend("s1", num_blocks=2)
     assert answer.refused == ("s1",)
-    assert preempted(replica) == ["s3"], "s2 alone would free one block, s3 frees six"
+    assert preempted(replica) == ["s2", "s3"], "s2 alone frees only the one block it does not share"
 
 
 def test_a_victim_of_another_geometry_is_chosen_only_when_its_extent_comes_free() -> None:

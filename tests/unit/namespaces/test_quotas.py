@@ -61,6 +61,24 @@ def test_what_is_guaranteed_to_others_and_held_by_them_is_over_quota_at_once() -
     assert isinstance(replica.admit("u", "b", prompt(12, start=1)), Admitted)
 
 
+def test_an_extent_with_guaranteed_cache_in_it_is_not_cleared_for_a_borrower_of_another_geometry() -> None:
+    driver = Driver(num_extents=2)
+    driver.namespace("a", guaranteed=8 * BLOCK_BYTES)
+    driver.namespace("b")
+    driver.namespace("c", model="m2")
+    one = driver.lease("lease-1")
+    two = driver.lease("lease-2", model="m2", geometry=small_geometry(2))
+    one.cache("s", "a", prompt(8))
+    one.run("t", "b", prompt(8, start=1))
+    one.run("pin", "b", prompt(16, start=2))
+    one.release("t")
+    assert isinstance(two.admit("u", "c", prompt(1)), Wait)
+    assert (held(driver, "a"), held(driver, "b")) == (8, 24)
+    one.release("pin")
+    assert isinstance(two.events()[0], Granted)
+    assert held(driver, "a") == 8
+
+
 def test_a_full_cache_of_its_own_is_reused_by_a_namespace_within_its_guarantee() -> None:
     driver, replica = two_namespaces(a=16, b=16)
     replica.cache("s", "a", prompt(16))
@@ -101,6 +119,8 @@ def test_lowering_a_limit_revokes_cached_blocks_at_once() -> None:
     assert held(driver, "a") == 6
     assert driver.quota("a", limit=2 * BLOCK_BYTES).revoked_bytes == 2 * BLOCK_BYTES
     assert held(driver, "a") == 4, "what is referenced stays"
+    replica.release("t")
+    assert held(driver, "a") == 2, "and counts against the limit as soon as it is cache"
 
 
 def test_lowering_a_limit_below_a_parked_request_denies_it() -> None:
