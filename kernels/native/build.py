@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -102,18 +101,19 @@ def levels_for(compiler: str, machine: str | None = None) -> list[Level]:
         if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
             known.append(level)
     if os.environ.get(LEVELS_VARIABLE) == "best" and len(known) > 1:
-        return [known[0], next(level for level in reversed(known) if _runs_here(level))]
+        return [known[0], next(level for level in reversed(known) if _runs_here(compiler, level))]
     return known
 
 
-def _runs_here(level: Level) -> bool:
-    """Whether this machine's processor and kernel let a process use the level; the portable one always."""
-    spelled = {"-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16", "-mprefer-vector-width=512": "avx512f"}
-    needed = {spelled.get(flag, flag.removeprefix("-m").replace("-", "_")) for flag in level.flags}
-    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    if flags is None or not needed <= set(flags.group(1).split()):
-        return not needed
-    return "amx_tile" not in needed or ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+def _runs_here(compiler: str, level: Level) -> bool:
+    """Whether this machine's processor has the level, and its kernel lets a process use it; the portable one always."""
+    native = subprocess.run(
+        [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, check=False
+    ).stdout
+    needed = [flag for flag in level.flags if not flag.startswith("-mprefer")]
+    if any(f"#define __{flag.removeprefix('-m').replace('-', '_').upper()}__ " not in native for flag in needed):
+        return False
+    return "-mamx-tile" not in needed or ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
 def build(output: Path, *, emulate: bool = False, jobs: int | None = None) -> Path:
