@@ -1,0 +1,52 @@
+"""Each choice leaves its spans in the request's own trace."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from engine_support import BLOCK_TOKENS, Harness
+
+from remora.platform.base.config import TelemetryConfig
+from remora.platform.base.telemetry import flush_telemetry, inject, setup_telemetry, shutdown_telemetry, start_span
+
+PROMPT = "The remora travels with a ray."
+
+
+@pytest.fixture
+def read_spans(tmp_path):
+    setup_telemetry("engine-test", TelemetryConfig(), tmp_path)
+
+    def read() -> list[dict]:
+        flush_telemetry()
+        (path,) = (tmp_path / "traces").glob("*.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    yield read
+    shutdown_telemetry()
+
+
+def test_a_choice_writes_admission_prefill_and_decode_into_the_requests_trace(read_spans) -> None:
+    one = Harness()
+    root = start_span("router.route")
+    one.run(PROMPT, max_tokens=4)
+    request = one.request(PROMPT, max_tokens=6)
+    one.outputs[request.request_id, 0] = type(one.outputs["r1", 0])()
+    one.engine.submit(msgspec.structs.replace(request, trace_context=inject(root)))
+    one.finish()
+    root.end()
+    one.close()
+    spans = read_spans()
+    trace_id = next(span["trace_id"] for span in spans if span["name"] == "router.route")
+    mine = {span["name"]: span for span in spans if span["trace_id"] == trace_id}
+    assert set(mine) == {"router.route", "pool.admit", "engine.prefill", "engine.decode"}
+    cached = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert mine["pool.admit"]["attributes"]["remora.admit.cached_tokens"] == cached
+    assert mine["engine.prefill"]["attributes"]["gen_ai.usage.input_tokens"] == len(PROMPT)
+    assert mine["engine.prefill"]["attributes"]["gen_ai.usage.cache_read.input_tokens"] == cached
+    assert mine["engine.prefill"]["attributes"]["remora.prefill.steps"] == 1
+    assert mine["engine.decode"]["attributes"]["gen_ai.usage.output_tokens"] == 6
+    assert mine["engine.decode"]["attributes"]["remora.decode.steps"] == 5
+    assert list(mine["engine.decode"]["attributes"]["gen_ai.response.finish_reasons"]) == ["length"]
+    assert mine["pool.admit"]["parent_span_id"] == mine["router.route"]["span_id"]
