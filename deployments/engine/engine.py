@@ -79,6 +79,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
+        self._accepting = threading.Lock()
         self._is_stopping = False
         self._is_fenced = False
         pool.bind(self._on_answer, self._on_event)
@@ -88,10 +89,15 @@ class Engine:
     def submit(self, request: GenerationRequest) -> None:
         """Takes a request; everything that comes of it, errors included, leaves as deltas.
 
-        A request with the id of a live one replaces it, without a word about the old one.
+        A request with the id of a live one replaces it, without a word about the old one. Raises Unavailable once the
+        engine is stopped or fenced.
         """
         now_s = self._clock.now_s()
-        self._post(lambda: self._book.submit(request, now_s))
+        # Under the lock: what is accepted is either served or answered by `stop`.
+        with self._accepting:
+            if self._is_stopping or self._is_fenced:
+                raise Unavailable(f"The replica of {self._name!r} is stopping; send the request again.")
+            self._post(lambda: self._book.submit(request, now_s))
 
     def cancel(self, request_id: RequestId) -> None:
         """Ends a request within one step, wherever it is; its blocks go back. Unknown ids are ignored."""
@@ -123,7 +129,8 @@ class Engine:
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Ends what is live with an error that invites to try elsewhere, gives blocks back and ends the thread."""
-        self._is_stopping = True
+        with self._accepting:
+            self._is_stopping = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -209,7 +216,8 @@ class Engine:
         for sequence, sampled in self._runner.sample(computed):
             try:
                 book.commit(sequence, sampled, now_s)
-            except RemoraError as error:
+            except Exception as error:  # whatever it is, it concerns this sequence
+                _log.warning("a token of %s could not be taken: %s", sequence.sequence_id, error, exc_info=True)
                 book.fail(sequence, error)
         return computed.forward_s
 
@@ -220,7 +228,10 @@ class Engine:
             self._fence("the lease's generation or the pool's incarnation has changed")
             return
         for router_id, deltas in self._book.outbox.take():
-            self._emit_deltas(router_id, deltas)
+            try:
+                self._emit_deltas(router_id, deltas)
+            except Exception:  # the way out of one router is not the others' concern
+                _log.exception("deltas for router %s are lost", router_id)
 
     def _fence(self, reason: str) -> None:
         """The memory is no longer ours: whatever was computed in it is worth nothing, and nothing leaves any more."""

@@ -36,6 +36,8 @@ def make_sequences(live: LiveRequest, model: EngineModel, *, max_tokens: int, bl
     """One sequence for each choice of a checked request."""
     request = live.request
     sampling = request.sampling
+    # A configuration may name ends that the model has no logits for.
+    eos_token_ids = tuple(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
     seed = sampling.seed if sampling.seed is not None else seed_of_request(request.request_id)
     return [
         Sequence(
@@ -44,10 +46,10 @@ def make_sequences(live: LiveRequest, model: EngineModel, *, max_tokens: int, bl
             output=OutputText(
                 model.tokenizer.detokenizer(request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens),
                 sampling,
-                eos_token_ids=model.eos_token_ids,
+                eos_token_ids=eos_token_ids,
                 max_tokens=max_tokens,
             ),
-            eos_token_ids=tuple(model.eos_token_ids),
+            eos_token_ids=eos_token_ids,
             seed=seed,
             max_tokens=max_tokens,
             block_tokens=block_tokens,

@@ -79,7 +79,9 @@ class RequestBook:
             max_tokens = check_request(request, self._model)
             live = LiveRequest(request, self._find_namespace(request.namespace_id), now_s)
             live.sequences = make_sequences(live, self._model, max_tokens=max_tokens, block_tokens=self._block_tokens)
-        except RemoraError as error:
+        except Exception as error:  # a request that cannot be read must not stop those that can
+            if not isinstance(error, RemoraError):
+                _log.exception("request %s could not be taken in", request.request_id)
             for choice_index in range(min(max(1, request.num_choices), 128)):
                 given = request.output_token_ids[choice_index : choice_index + 1]
                 num_given = len(given[0]) if given else 0

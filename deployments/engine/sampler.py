@@ -78,7 +78,11 @@ class Sampler:
             if not finite_R[i]:
                 out.append(Sampled(error="the model's logits are not finite (NaN or infinity)"))
                 continue
-            token_id = self._choose(logits_RV[i], best[i], row)
+            try:
+                token_id = self._choose(logits_RV[i], best[i], row)
+            except (ValueError, IndexError, FloatingPointError) as error:
+                out.append(Sampled(error=f"the token could not be chosen: {error}"))
+                continue
             if token_id is None:
                 out.append(Sampled(error="the grammar and the sampling parameters leave no token to choose"))
             elif row.params.logprobs is None:

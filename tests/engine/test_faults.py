@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from engine_support import EOS, VOCAB, Harness, expected_greedy, history_logits
 
 from remora.platform.base.clock import SystemClock
-from remora.platform.base.errors import KernelError
+from remora.platform.base.errors import KernelError, Unavailable
 
 PROMPT = "The remora travels with a ray."
 
@@ -144,6 +145,8 @@ def test_stopping_answers_what_is_live_as_unavailable_and_gives_its_blocks_back(
     assert (output.finish_reason, output.error) == ("error", "Unavailable")
     assert output.retry_after_s > 0
     assert one.num_referenced_blocks == 0
+    with pytest.raises(Unavailable):
+        one.submit(PROMPT)
 
 
 def test_a_bug_in_a_step_ends_what_is_live_and_the_thread_lives_on(harness, monkeypatch) -> None:
@@ -165,3 +168,32 @@ def test_a_bug_in_a_step_ends_what_is_live_and_the_thread_lives_on(harness, monk
     wait_for(lambda: one.outputs[again, 0].finish_reason is not None)
     assert one.outputs[again, 0].token_ids == expected_greedy(PROMPT, 8)
     assert calls
+
+
+def test_a_detokenizer_that_breaks_ends_its_own_request_only(harness) -> None:
+    one = harness()
+    bad, good = one.submit("bad", max_tokens=10), one.submit(PROMPT, max_tokens=10)
+    one.step(3)
+
+    def broken(token_id):
+        raise IndexError("no such token")
+
+    one.engine._book.live[bad].sequences[0].output._detokenizer = type("Broken", (), {"push": staticmethod(broken)})()
+    one.finish()
+    assert (one.outputs[bad, 0].finish_reason, one.outputs[bad, 0].error) == ("error", "RemoraError")
+    assert one.outputs[good, 0].token_ids == expected_greedy(PROMPT, 10)
+
+
+def test_a_router_that_cannot_be_reached_does_not_stop_the_others(harness) -> None:
+    one = harness()
+    receive = one.engine._emit_deltas
+
+    def emit(router_id, deltas):
+        if router_id == "gone":
+            raise ConnectionError("nobody there")
+        receive(router_id, deltas)
+
+    one.engine._emit_deltas = emit
+    lost = one.request("lost", max_tokens=5)
+    one.engine.submit(msgspec.structs.replace(lost, router_id="gone"))
+    assert one.run(PROMPT).token_ids == expected_greedy(PROMPT, 8)

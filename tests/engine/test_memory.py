@@ -208,6 +208,23 @@ def test_cancelling_queued_parked_and_held_requests_leaves_nothing(harness) -> N
     assert one.outputs[running, 0].token_ids == expected_greedy("a" * 40, 20)
 
 
+def test_case_20_a_turn_after_an_aborted_one_has_the_whole_history(harness) -> None:
+    one = harness()
+    history = list(PROMPT.encode())
+    first = one.run(history, max_tokens=6)
+    history += first.token_ids + list(b" turn 1")
+    dropped = one.submit(history, max_tokens=40)
+    one.step(2)
+    assert len(one.outputs[dropped, 0].token_ids) >= 1
+    one.cancel(dropped)
+    one.step(1)
+    assert one.num_referenced_blocks == 0
+    history += list(b" turn 2")
+    second = one.run(history, max_tokens=6)
+    assert second.token_ids == expected_greedy(history, 6)
+    assert second.num_cached_tokens > 0
+
+
 def test_unknown_and_repeated_cancellations_are_ignored(harness) -> None:
     one = harness()
     one.cancel("never seen")
