@@ -16,7 +16,10 @@ from hypothesis import HealthCheck, settings
 _SESSION_VARIABLE = "REMORA_TEST_SESSION"
 _SESSION = secrets.token_hex(4)
 _STATE_DIR = Path(tempfile.mkdtemp(prefix="remora-tests-"))
-_SHM_DIR = Path("/dev/shm") / f"remora-tests-{_SESSION}"
+_SHM_DIR = Path("/dev/shm") / f"remora-tests-{os.getpid()}-{_SESSION}"
+for _path in _SHM_DIR.parent.glob("remora-tests-*-*"):  # of sessions that were killed
+    if _path.stat().st_uid == os.getuid() and not Path("/proc", _path.name.split("-")[2]).exists():
+        shutil.rmtree(_path, ignore_errors=True)
 _SHM_DIR.mkdir(mode=0o700)
 for _name in [name for name in os.environ if name.startswith(("REMORA_", "RAY_"))]:
     if _name not in ("REMORA_REQUIRE_ALL", "REMORA_TRACES", "REMORA_KUBERAY_CRDS", "REMORA_TEST_THREADS"):

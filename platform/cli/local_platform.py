@@ -25,7 +25,7 @@ from remora.platform.base.errors import RemoraError
 from remora.platform.base.local_ray import new_temp_dir, start_local_ray, stop_local_ray
 from remora.platform.base.paths import SHARED_MEMORY_DIR
 from remora.platform.cli.instance import InstanceRecord, InstanceStore, remove_remains, state_dir_of
-from remora.platform.cli.processes import INSTANCE_VARIABLE, kill_marked
+from remora.platform.cli.processes import INSTANCE_VARIABLE, kill_marked, marked_processes, program_of
 from remora.platform.cli.progress import size_text
 
 logger = logging.getLogger(__name__)
@@ -115,10 +115,10 @@ class LocalPlatform:
         # Ray prints to both streams that actors die, which is what is wanted here.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             if self._ray_started:
-                _within(_STOP_STEP_TIMEOUT_S, "Serve", self._stop_serve)
-                _within(_STOP_STEP_TIMEOUT_S, "the pools", self._stop_actors)
+                self._within("Serve", self._stop_serve)
+                self._within("the pools", self._stop_actors)
             if self._temp_dir is not None:
-                _within(_STOP_STEP_TIMEOUT_S, "Ray", lambda: stop_local_ray(self._temp_dir or Path()))
+                self._within("Ray", lambda: stop_local_ray(self._temp_dir or Path()))
         if self._temp_dir is not None:
             killed = kill_marked(INSTANCE_VARIABLE, self._record.instance_id)
             logger.info("killed %d processes that had not ended by themselves", len(killed))
@@ -156,6 +156,7 @@ class LocalPlatform:
 
         from remora.platform.app import build_app, start_serve
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         start_serve(self._config)
         self._say("Serve: started")
         serve.run_many(
@@ -224,26 +225,39 @@ class LocalPlatform:
         for actor in pools:
             ray.kill(actor)
 
+    def _within(self, what: str, action: Callable[[], None]) -> None:
+        """Runs a step of the end; a step that hangs or fails does not keep the others from happening.
+
+        A signal to the whole process group (a closed terminal) ends Ray's processes too: then nobody will answer.
+        """
+
+        def run() -> None:
+            try:
+                action()
+            except Exception:
+                logger.exception("stopping %s failed", what)
+
+        thread = threading.Thread(target=run, name=f"stop {what}", daemon=True)
+        thread.start()
+        deadline_s = time.monotonic() + _STOP_STEP_TIMEOUT_S
+        while thread.is_alive() and time.monotonic() < deadline_s:
+            thread.join(0.5)
+            if self._temp_dir is not None and not self._gcs_runs():
+                break
+        if thread.is_alive():
+            logger.info("%s did not stop by itself", what)
+
+    def _gcs_runs(self) -> bool:
+        assert self._record is not None, "an instance that has begun to start has a record"
+        return any(
+            program_of(process.pid) == "gcs_server"
+            for process in marked_processes(INSTANCE_VARIABLE, self._record.instance_id)
+        )
+
     def _set_status(self, status: Literal["starting", "ready", "stopping"]) -> None:
         assert self._record is not None, "an instance that has begun to start has a record"
         self._record = msgspec.structs.replace(self._record, status=status)
         self._store.write(self._record)
-
-
-def _within(timeout_s: float, what: str, action: Callable[[], None]) -> None:
-    """Runs a step of the end; a step that hangs or fails does not keep the others from happening."""
-
-    def run() -> None:
-        try:
-            action()
-        except Exception:
-            logger.exception("stopping %s failed", what)
-
-    thread = threading.Thread(target=run, name=f"stop {what}", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        logger.warning("%s did not stop within %.0f s", what, timeout_s)
 
 
 def _answers(url: str) -> bool:
