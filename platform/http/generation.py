@@ -111,7 +111,8 @@ class Generation:
                 sampling=fields.sampling(max_tokens=limit, logprobs=logprobs),
                 num_choices=self.num_choices,
                 grammar=fields.response_format.grammar() if fields.response_format is not None else None,
-                priority=fields.priority or 0,
+                # vLLM's clients count down, the engine counts up.
+                priority=-(fields.priority or 0),
                 trace_context=inject(self._span),
             )
             self._streams.append(await self._services.core.open(job))

@@ -8,7 +8,10 @@ import signal
 import threading
 from typing import Any
 
+import httpx
 import pytest
+
+from remora.platform.cli.processes import command_of, marked_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -84,6 +87,28 @@ def test_two_replicas_share_prefixes_through_the_pool(platform: Any) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 64
     # The first prompt and the occupying one went to one replica, the repeated prompt to the other.
     assert sorted(after[each] - before[each] for each in before) == [1, 2]
+
+
+def test_a_killed_router_comes_back_and_leaves_no_request_running(platform: Any) -> None:
+    """Its clients lose their connection, which it owned; everything else goes on."""
+    session = os.environ["REMORA_TEST_SESSION"]
+    marked = marked_processes("REMORA_TEST_SESSION", session)
+    (router,) = [each.pid for each in marked if command_of(each.pid).startswith("ray::ServeReplica:remora:Router")]
+    body = {"model": "smollm2", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+    def read_and_kill() -> None:
+        with platform.http.stream("POST", "/v1/completions", json=body) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if number == 5:
+                    os.kill(router, signal.SIGKILL)
+
+    with pytest.raises(httpx.HTTPError):
+        read_and_kill()
+    refused = platform.http.get("/v1/models")
+    if refused.status_code != 200:
+        assert refused.json()["error"]["code"] == "unavailable"
+    platform.eventually(lambda: platform.http.get("/ready").status_code == 200, 60, what="the router is back")
+    platform.eventually(lambda: platform.referenced_blocks() == 0, 2, what="blocks are back")
 
 
 def test_requests_and_caches_outlive_the_pool_actor(platform: Any) -> None:

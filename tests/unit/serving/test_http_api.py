@@ -206,7 +206,7 @@ async def test_a_request_reaches_the_engine_with_all_it_asked_for(http: Any, ser
     assert sampling.logit_bias == ((97, -5.0),)
     assert (sampling.stop, sampling.stop_token_ids, sampling.seed) == (("!",), (3,), 1)
     assert (sampling.min_tokens, sampling.max_tokens, sampling.ignore_eos) == (2, 6, True)
-    assert request.priority == 3
+    assert request.priority == -3
     assert json.loads(request.grammar.text) == {"type": "object"}
     assert len(request.block_hashes) == len(request.prompt_token_ids) // 4
 

@@ -1,0 +1,131 @@
+"""ServeLink and TargetedRequestRouter on real Serve replicas that only say who they are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from remora.deployments.engine.messages import FeedMessage
+from remora.deployments.model_card import ModelCard
+from remora.deployments.serve_link import ServeLink
+from remora.platform.base.errors import Conflict, Unavailable
+from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
+
+pytestmark = pytest.mark.e2e
+
+APP = "targeting"
+
+
+class Echo:
+    """Answers like a ModelReplica, without a model."""
+
+    def __init__(self) -> None:
+        from ray import serve
+
+        self.id = serve.get_replica_context().replica_id.unique_id
+
+    async def describe(self, *, target: str) -> bytes:
+        card = ModelCard(
+            replica_id=ReplicaId(self.id), model_id=ModelId("echo"), pool_id=PoolId("p"), fingerprint=b"",
+            block_tokens=1, max_model_len=1, vocab_size=1, max_num_seqs=1, decoder="", weights="", pid=os.getpid(),
+        )  # fmt: skip
+        return msgspec.msgpack.encode(card)
+
+    async def feed(self, router_id: str, *, target: str) -> AsyncIterator[bytes]:
+        for number in range(10**6):
+            message = FeedMessage(replica_id=ReplicaId(self.id), message_no=number, deltas=())
+            yield msgspec.msgpack.encode(message)
+            await asyncio.sleep(0.01)
+
+    async def cancel(self, data: bytes, *, target: str) -> bytes:
+        raise Conflict("not now", field="id")
+
+    async def everyone(self, *, target: str = "") -> str:
+        return self.id
+
+
+@pytest.fixture(scope="module")
+def handle(platform: Any) -> Iterator[Any]:
+    from ray import cloudpickle, serve
+    from ray.serve.config import RequestRouterConfig
+
+    from remora.deployments.targeting import TargetedRequestRouter
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    deployment: Any = serve.deployment(
+        name="Echo",
+        num_replicas=2,
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0.01},
+        request_router_config=RequestRouterConfig(request_router_class=TargetedRequestRouter),
+    )(Echo)
+    yield serve.run(deployment.bind(), name=APP, route_prefix=None)
+    serve.delete(APP)
+
+
+async def _ids(handle: Any) -> list[ReplicaId]:
+    return sorted(ReplicaId(each) for each in await asyncio.wrap_future(_broadcast(handle)))
+
+
+def _broadcast(handle: Any) -> Any:
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(1).submit(lambda: handle.broadcast("everyone").results(timeout_s=10))
+
+
+async def test_calls_and_feeds_reach_the_replica_they_name(handle: Any) -> None:
+    ids = await _ids(handle)
+    assert len(ids) == 2
+    links = {each: ServeLink(handle, each) for each in ids}
+    answers = await asyncio.gather(*(links[each].describe() for each in ids * 20))
+    assert [answer.replica_id for answer in answers] == ids * 20
+    for each in ids:
+        feed = links[each].feed(RouterId("r"))
+        assert [(await anext(feed)).replica_id for _ in range(5)] == [each] * 5
+        await feed.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_replica_that_does_not_exist_is_unavailable_at_once(handle: Any) -> None:
+    link = ServeLink(handle, ReplicaId("nobody"))
+    async with asyncio.timeout(2):
+        for _ in range(20):
+            with pytest.raises(Unavailable, match="nobody"):
+                await link.describe()
+        with pytest.raises(Unavailable):
+            await anext(link.feed(RouterId("r")))
+        # The calls that cannot be placed hold nobody up.
+        await ServeLink(handle, (await _ids(handle))[0]).describe()
+
+
+async def test_errors_of_a_replica_arrive_as_what_they_are(handle: Any) -> None:
+    with pytest.raises(Conflict, match="not now"):
+        await ServeLink(handle, (await _ids(handle))[0]).cancel([RequestId("q")])
+
+
+async def test_the_death_of_a_replica_ends_its_feed_at_once(handle: Any) -> None:
+    ids = await _ids(handle)
+    dying, other = ServeLink(handle, ids[0]), ServeLink(handle, ids[1])
+    feeds = [link.feed(RouterId("r")) for link in (dying, other)]
+    for feed in feeds:
+        await anext(feed)
+    os.kill((await dying.describe()).pid, signal.SIGKILL)
+
+    async def read_on() -> None:
+        async for _ in feeds[0]:
+            pass
+
+    async with asyncio.timeout(2):
+        with pytest.raises(Unavailable):
+            await read_on()
+        with pytest.raises(Unavailable):
+            await dying.describe()
+    assert (await anext(feeds[1])).replica_id == ids[1]
+    for feed in feeds:
+        await feed.aclose()  # type: ignore[attr-defined]
