@@ -16,14 +16,8 @@ constexpr int64_t RESIDENT_BYTES = 512 << 10;
 constexpr int64_t RESIDENT_BYTES = 256 << 10;
 #endif
 constexpr int64_t STREAM_AHEAD_BYTES = 4096;
-
-#if REMORA_VECTOR_BYTES == 64
-constexpr int MAX_TILE_ROWS = 12;
-#elif REMORA_VECTOR_BYTES == 32
-constexpr int MAX_TILE_ROWS = 6;
-#else
-constexpr int MAX_TILE_ROWS = 2;
-#endif
+// Lines of a panel's two blocks that stay in the level-1 cache: 16 KiB.
+constexpr int64_t SLICE_LINES = 128;
 
 enum class Encoding { fp32, bf16, bf16_wide, int8, uint8, int16 };
 
@@ -171,14 +165,23 @@ void finish_tile(const Call& call, int64_t first_row, int64_t num_rows, int64_t 
   }
 }
 
-using MicroKernel = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, int64_t, float*, Prefetch);
+using MicroKernel = void (*)(const MicroTile&);
 
 struct TileKernel {
   MicroKernel kernel;
   int num_blocks;  // 2: the whole panel in one call
 };
 
-// Kernels for 1 .. MAX_TILE_ROWS rows. A count without a kernel of its own runs the next larger one.
+// Rows of a tile at most, as many as leave the accumulators in registers.
+template <class Product>
+constexpr int max_tile_rows() {
+  if (REMORA_VECTOR_BYTES == 64) return 12;
+  if (REMORA_VECTOR_BYTES == 16) return 2;
+  // 6 would fit floats too, but gcc then moves registers around: 20 % slower than 4.
+  return Product::FLOATS ? 4 : 6;
+}
+
+// A kernel for this many rows, or for the next larger number that has one: it computes spare rows.
 template <class Product>
 TileKernel tile_kernel(int64_t num_rows) {
 #if REMORA_VECTOR_BYTES == 64
@@ -191,10 +194,9 @@ TileKernel tile_kernel(int64_t num_rows) {
   switch (num_rows) {
     case 1: return {micro_kernel<Product, 1, 2>, 2};
     case 2: return {micro_kernel<Product, 2, 2>, 2};
-    case 3: return {micro_kernel<Product, 3, 2>, 2};
+    case 3: return {micro_kernel<Product, 3, 1>, 1};
     case 4: return {micro_kernel<Product, 4, 1>, 1};
-    case 5: return {micro_kernel<Product, 5, 1>, 1};
-    default: return {micro_kernel<Product, 6, 1>, 1};
+    default: return {micro_kernel<Product, max_tile_rows<Product>(), 1>, 1};
   }
 #else
   if (num_rows == 1) return {micro_kernel<Product, 1, 1>, 1};
@@ -202,31 +204,55 @@ TileKernel tile_kernel(int64_t num_rows) {
 #endif
 }
 
+// Rows [begin, end) against one panel. Several row tiles take the panel in slices that stay in the level-1 cache while
+// the tiles pass by; their sums stand in `sums`, each tile at its own multiple of max_tile_rows(), since spare rows are
+// summed too.
 template <class Product>
-void linear_vectors(const Call& call, Range panels) {
-  const PackedLinear& weights = call.weights;
-  const int64_t block_bytes = weights.panel_bytes() / 2, lines = block_bytes / LINE_BYTES;
-  const int64_t resident = RESIDENT_BYTES / call.activations.stride;
-  const int64_t block_rows = resident < MAX_TILE_ROWS ? MAX_TILE_ROWS : resident / MAX_TILE_ROWS * MAX_TILE_ROWS;
-  alignas(64) float tile[MAX_TILE_ROWS * PANEL_COLUMNS];
-  for (int64_t begin = 0; begin < call.num_rows; begin += block_rows) {
-    const int64_t count = call.num_rows - begin < block_rows ? call.num_rows - begin : block_rows;
-    const int64_t num_tiles = (count + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      const uint8_t* block = weights.data + panel * weights.panel_bytes();
-      for (int64_t t = 0; t < num_tiles; ++t) {
-        const int64_t first = begin + count * t / num_tiles, end = begin + count * (t + 1) / num_tiles;
-        const TileKernel chosen = tile_kernel<Product>(end - first);
-        // One tile: stream ahead. Several: each fetches its part of the next panel while it reads this one from cache.
-        const int64_t calls = num_tiles * 2 / chosen.num_blocks;
-        Prefetch prefetch{block + STREAM_AHEAD_BYTES, chosen.num_blocks * LINE_BYTES};
-        if (calls > 1) prefetch = {block + weights.panel_bytes() * (calls + t) / calls, 2 * LINE_BYTES / calls};
-        for (int b = 0; b < 2; b += chosen.num_blocks)
-          chosen.kernel(call.row(first), call.activations.stride, block + b * block_bytes, block_bytes, lines,
-                        tile + b * BLOCK_COLUMNS, prefetch);
-        finish_tile(call, first, end - first, panel, tile);
+void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_index, float* sums) {
+  constexpr int64_t MAX_ROWS = max_tile_rows<Product>();
+  const int64_t count = end - begin, num_tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
+  const int64_t panel_bytes = call.weights.panel_bytes(), block_bytes = panel_bytes / 2;
+  const int64_t lines = block_bytes / LINE_BYTES, slice = num_tiles == 1 ? lines : SLICE_LINES;
+  const uint8_t* panel = call.weights.data + panel_index * panel_bytes;
+  // Each call fetches lines of the next panel in proportion to its own.
+  const uint8_t* next = panel + panel_bytes;
+  for (int64_t line = 0; line < lines; line += slice) {
+    const int64_t slice_lines = lines - line < slice ? lines - line : slice;
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      const int64_t first = count * t / num_tiles, last = count * (t + 1) / num_tiles;
+      const TileKernel chosen = tile_kernel<Product>(last - first);
+      for (int64_t b = 0; b < 2; b += chosen.num_blocks) {
+        MicroTile part{call.row(begin + first) + line * 4 * Product::PARTS,
+                       call.activations.stride,
+                       panel + b * block_bytes + line * LINE_BYTES,
+                       block_bytes,
+                       slice_lines,
+                       sums + t * MAX_ROWS * PANEL_COLUMNS + b * BLOCK_COLUMNS,
+                       line > 0,
+                       {next, chosen.num_blocks * LINE_BYTES / num_tiles}};
+        if (num_tiles == 1) part.prefetch.next = part.block + STREAM_AHEAD_BYTES;
+        next += part.prefetch.bytes_per_line * slice_lines;
+        chosen.kernel(part);
       }
     }
+  }
+  for (int64_t t = 0; t < num_tiles; ++t) {
+    const int64_t first = count * t / num_tiles, last = count * (t + 1) / num_tiles;
+    finish_tile(call, begin + first, last - first, panel_index, sums + t * MAX_ROWS * PANEL_COLUMNS);
+  }
+}
+
+template <class Product>
+void linear_vectors(Team& team, const Call& call, Range panels) {
+  const int64_t resident = RESIDENT_BYTES / call.activations.stride;
+  constexpr int64_t MAX_ROWS = max_tile_rows<Product>();
+  const int64_t block_rows = resident < MAX_ROWS ? MAX_ROWS : resident / MAX_ROWS * MAX_ROWS;
+  const int64_t most_rows = round_up(call.num_rows < block_rows ? call.num_rows : block_rows, MAX_ROWS);
+  float* sums = static_cast<float*>(team.scratch(static_cast<size_t>(most_rows * PANEL_COLUMNS * 4)));
+  for (int64_t begin = 0; begin < call.num_rows; begin += block_rows) {
+    const int64_t end = call.num_rows - begin < block_rows ? call.num_rows : begin + block_rows;
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel)
+      multiply_panel<Product>(call, begin, end, panel, sums);
   }
 }
 
@@ -316,17 +342,17 @@ void linear(Team& team, const PackedLinear& weights, const Activations& activati
   const Call call{weights, activations, output, num_rows, encoding_of(weights.dtype)};
   const Range panels = team.share(weights.padded_out / PANEL_COLUMNS);
   if (num_rows == 0 || panels.begin == panels.end) return;
-  if (weights.dtype == Dtype::fp32) return linear_vectors<ProductFp32>(call, panels);
+  if (weights.dtype == Dtype::fp32) return linear_vectors<ProductFp32>(team, call, panels);
 #if REMORA_TILES
   if (weights.dtype == Dtype::bf16) return linear_tiles<false>(call, panels);
   return linear_tiles<true>(call, panels);
 #else
 #if REMORA_DPBF16
-  if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Pairs>(call, panels);
+  if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Pairs>(team, call, panels);
 #else
-  if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Wide>(call, panels);
+  if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Wide>(team, call, panels);
 #endif
-  return linear_vectors<ProductInt8>(call, panels);
+  return linear_vectors<ProductInt8>(team, call, panels);
 #endif
 }
 

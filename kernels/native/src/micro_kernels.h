@@ -2,7 +2,7 @@
 // registers.
 //
 // One line of a block is 64 bytes: its 16 columns at one k (fp32), two (bf16) or four (int8). A Product says how a line
-// meets an activation and how many bytes of the activation row belong to a line.
+// meets an activation row, in one part or, where the weights must be widened first, in two.
 #pragma once
 #include "packing.h"
 #include "simd.h"
@@ -12,13 +12,38 @@ namespace remora::REMORA_LEVEL {
 constexpr int BLOCK_VECTORS = BLOCK_COLUMNS / LANES;
 constexpr int64_t LINE_BYTES = 64;
 
-// Weights to fetch while a tile is computed: `bytes_per_line` from `next` on for every line.
+// Weights to fetch into the level-2 cache while a tile is computed: `bytes_per_line` from `next` on for every line.
 struct Prefetch {
   const uint8_t* next;
   int64_t bytes_per_line;
 };
 
-#define REMORA_UNROLL _Pragma("GCC unroll 16")
+// One call: `lines` lines of a row tile and a block. `resume` goes on from the sums that stand in `tile`.
+struct MicroTile {
+  const uint8_t* activations;
+  int64_t stride;
+  const uint8_t* block;
+  int64_t block_bytes, lines;
+  float* tile;
+  bool resume;
+  Prefetch prefetch;
+};
+
+#define REMORA_LAMBDA __attribute__((always_inline))
+
+// Calls body(0) .. body(COUNT - 1) with the index as a constant. Loops that the compiler unrolls itself come too late
+// for gcc to keep arrays of accumulators in registers.
+template <int I>
+struct Index {
+  constexpr operator int() const { return I; }
+};
+template <int COUNT, int I = 0, class Body>
+REMORA_INLINE void repeat(const Body& body) {
+  if constexpr (I < COUNT) {
+    body(Index<I>{});
+    repeat<COUNT, I + 1>(body);
+  }
+}
 
 // Rows of a tile are addressed in threes from a few pointers, which leaves registers for the loop.
 template <int MR>
@@ -49,145 +74,137 @@ REMORA_INLINE int32_t int_at(const uint8_t* p) {
 
 struct ProductFp32 {
   using Accumulator = vfloat;
-  static constexpr int LINE_ACTIVATION_BYTES = 4;
-
-  template <int MR, int NV>
-  REMORA_INLINE void step(vfloat (&acc)[MR][NV], const uint8_t* const (&lines)[NV], const RowPointers<MR>& rows) {
-    vfloat b[NV];
-    REMORA_UNROLL for (int v = 0; v < NV; ++v) b[v] = load_as<vfloat>(lines[v]);
-    REMORA_UNROLL for (int r = 0; r < MR; ++r) {
-      const vfloat a = splat(float_at(rows.row(r)));
-      REMORA_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = fma(a, b[v], acc[r][v]);
-    }
-  }
+  using Operand = vfloat;
+  static constexpr bool FLOATS = true;
+  static constexpr int PARTS = 1;
+  REMORA_INLINE vfloat weights(const uint8_t* line, int) { return load_as<vfloat>(line); }
+  REMORA_INLINE vfloat activation(const uint8_t* x) { return splat(float_at(x)); }
+  REMORA_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat acc) { return fma(a, b, acc); }
 };
 
 // bf16 weights, activations as fp32 that were rounded to bf16.
-struct ProductBf16Wide {
-  using Accumulator = vfloat;
-  static constexpr int LINE_ACTIVATION_BYTES = 8;
-
-  template <int MR, int NV>
-  REMORA_INLINE void step(vfloat (&acc)[MR][NV], const uint8_t* const (&lines)[NV], const RowPointers<MR>& rows) {
-    REMORA_UNROLL for (int half = 0; half < 2; ++half) {
-      vfloat b[NV];
-      REMORA_UNROLL for (int v = 0; v < NV; ++v) {
-        const vuint raw = load_as<vuint>(lines[v]);
-        b[v] = (vfloat)(half == 0 ? raw << 16 : raw & 0xffff0000u);
-      }
-      REMORA_UNROLL for (int r = 0; r < MR; ++r) {
-        const vfloat a = splat(float_at(rows.row(r) + 4 * half));
-        REMORA_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = fma(a, b[v], acc[r][v]);
-      }
-    }
+struct ProductBf16Wide : ProductFp32 {
+  static constexpr int PARTS = 2;
+  REMORA_INLINE vfloat weights(const uint8_t* line, int part) {
+    const vuint raw = load_as<vuint>(line);
+    return (vfloat)(part == 0 ? raw << 16 : raw & 0xffff0000u);
   }
 };
 
 #if REMORA_DPBF16
-REMORA_INLINE vfloat dot_pairs_bf16(vfloat acc, vint a, vint b) {
-#if REMORA_EMULATE
-  acc = fma((vfloat)((vuint)a << 16), (vfloat)((vuint)b << 16), acc);
-  return fma((vfloat)((vuint)a & 0xffff0000u), (vfloat)((vuint)b & 0xffff0000u), acc);
-#else
-  return (vfloat)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
-#endif
-}
-
 struct ProductBf16Pairs {
   using Accumulator = vfloat;
-  static constexpr int LINE_ACTIVATION_BYTES = 4;
-
-  template <int MR, int NV>
-  REMORA_INLINE void step(vfloat (&acc)[MR][NV], const uint8_t* const (&lines)[NV], const RowPointers<MR>& rows) {
-    vint b[NV];
-    REMORA_UNROLL for (int v = 0; v < NV; ++v) b[v] = load_as<vint>(lines[v]);
-    REMORA_UNROLL for (int r = 0; r < MR; ++r) {
-      const vint a = splat_int(int_at(rows.row(r)));
-      REMORA_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = dot_pairs_bf16(acc[r][v], a, b[v]);
-    }
+  using Operand = vint;
+  static constexpr bool FLOATS = true;
+  static constexpr int PARTS = 1;
+  REMORA_INLINE vint weights(const uint8_t* line, int) { return load_as<vint>(line); }
+  REMORA_INLINE vint activation(const uint8_t* x) { return splat_int(int_at(x)); }
+  REMORA_INLINE vfloat multiply_add(vint a, vint b, vfloat acc) {
+#if REMORA_EMULATE
+    acc = fma((vfloat)((vuint)a << 16), (vfloat)((vuint)b << 16), acc);
+    return fma((vfloat)((vuint)a & 0xffff0000u), (vfloat)((vuint)b & 0xffff0000u), acc);
+#else
+    return (vfloat)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#endif
   }
 };
 #endif
 
 #if REMORA_VNNI
 // Unsigned activations (value + 128) against signed weights; the surplus 128 * column_sum is taken off afterwards.
-REMORA_INLINE vint dot_fours(vint acc, vint a, vint b) {
+struct ProductInt8 {
+  using Accumulator = vint;
+  using Operand = vint;
+  static constexpr bool FLOATS = false;
+  static constexpr int PARTS = 1;
+  REMORA_INLINE vint weights(const uint8_t* line, int) { return load_as<vint>(line); }
+  REMORA_INLINE vint activation(const uint8_t* x) { return splat_int(int_at(x)); }
+  REMORA_INLINE vint multiply_add(vint a, vint b, vint acc) {
 #if REMORA_EMULATE
-  REMORA_UNROLL for (int i = 0; i < 4; ++i) acc += ((a >> (8 * i)) & 255) * ((b << (24 - 8 * i)) >> 24);
-  return acc;
+    for (int i = 0; i < 4; ++i) acc += ((a >> (8 * i)) & 255) * ((b << (24 - 8 * i)) >> 24);
+    return acc;
 #else
-  return (vint)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+    return (vint)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #endif
-}
-
-struct ProductInt8 {
-  using Accumulator = vint;
-  static constexpr int LINE_ACTIVATION_BYTES = 4;
-
-  template <int MR, int NV>
-  REMORA_INLINE void step(vint (&acc)[MR][NV], const uint8_t* const (&lines)[NV], const RowPointers<MR>& rows) {
-    vint b[NV];
-    REMORA_UNROLL for (int v = 0; v < NV; ++v) b[v] = load_as<vint>(lines[v]);
-    REMORA_UNROLL for (int r = 0; r < MR; ++r) {
-      const vint a = splat_int(int_at(rows.row(r)));
-      REMORA_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = dot_fours(acc[r][v], a, b[v]);
-    }
   }
 };
 #else
-// Sums of products of neighbouring 16-bit values.
-REMORA_INLINE vint multiply_add_pairs(vshort a, vshort b) {
+// Activations as int16 in the order k0 k2 k1 k3, so that shifts suffice to widen the weights; products of neighbouring
+// 16-bit values are summed.
+struct ProductInt8 {
+  using Accumulator = vint;
+  using Operand = vshort;
+  static constexpr bool FLOATS = false;
+  static constexpr int PARTS = 2;
+  REMORA_INLINE vshort weights(const uint8_t* line, int part) {
+    const vshort raw = load_as<vshort>(line);
+    return part == 0 ? (raw << 8) >> 8 : raw >> 8;
+  }
+  REMORA_INLINE vshort activation(const uint8_t* x) { return (vshort)splat_int(int_at(x)); }
+  REMORA_INLINE vint multiply_add(vshort a, vshort b, vint acc) {
 #if REMORA_VECTOR_BYTES == 32 && defined(__AVX2__)
-  return (vint)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return acc + (vint)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif REMORA_VECTOR_BYTES == 16 && defined(__SSE2__)
-  return (vint)_mm_madd_epi16((__m128i)a, (__m128i)b);
+    return acc + (vint)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
-  const vint low = (((vint)a << 16) >> 16) * (((vint)b << 16) >> 16);
-  return low + ((vint)a >> 16) * ((vint)b >> 16);
+    const vint low = (((vint)a << 16) >> 16) * (((vint)b << 16) >> 16);
+    return acc + low + ((vint)a >> 16) * ((vint)b >> 16);
 #endif
-}
-
-// Activations as int16 in the order k0 k2 k1 k3, so that shifts suffice to widen the weights.
-struct ProductInt8 {
-  using Accumulator = vint;
-  static constexpr int LINE_ACTIVATION_BYTES = 8;
-
-  template <int MR, int NV>
-  REMORA_INLINE void step(vint (&acc)[MR][NV], const uint8_t* const (&lines)[NV], const RowPointers<MR>& rows) {
-    REMORA_UNROLL for (int half = 0; half < 2; ++half) {
-      vshort b[NV];
-      REMORA_UNROLL for (int v = 0; v < NV; ++v) {
-        const vshort raw = load_as<vshort>(lines[v]);
-        b[v] = half == 0 ? (raw << 8) >> 8 : raw >> 8;
-      }
-      REMORA_UNROLL for (int r = 0; r < MR; ++r) {
-        const vshort a = (vshort)splat_int(int_at(rows.row(r) + 4 * half));
-        REMORA_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] += multiply_add_pairs(a, b[v]);
-      }
-    }
   }
 };
 #endif
+
+// A point that no operation on an accumulator moves across: gcc would start the second part of a line before the first
+// is done, and spill.
+template <class V>
+REMORA_INLINE void pin(V& acc) {
+#if REMORA_VECTOR_BYTES == 64 && defined(__AVX512F__)
+  asm("" : "+v"(acc));
+#elif REMORA_VECTOR_BYTES == 32 && defined(__AVX2__)
+  asm("" : "+x"(acc));
+#else
+  (void)acc;
+#endif
+}
 
 // tile[r][column] for r < MR and 16 * NB columns, in rows of PANEL_COLUMNS; int32 for integer products.
 template <class Product, int MR, int NB>
-void micro_kernel(const uint8_t* activations, int64_t stride, const uint8_t* block, int64_t block_bytes, int64_t lines,
-                  float* tile, Prefetch prefetch) {
+void micro_kernel(const MicroTile& call) {
   constexpr int NV = NB * BLOCK_VECTORS;
-  typename Product::Accumulator acc[MR][NV] = {};
-  RowPointers<MR> rows(activations, stride);
-  for (int64_t line = 0; line < lines; ++line) {
-    const uint8_t* vectors[NV];
-    REMORA_UNROLL for (int v = 0; v < NV; ++v)
-      vectors[v] = block + v / BLOCK_VECTORS * block_bytes + v % BLOCK_VECTORS * REMORA_VECTOR_BYTES;
-    __builtin_prefetch(prefetch.next);
+  using Accumulator = typename Product::Accumulator;
+  Accumulator acc[MR][NV];
+  float* const tile = call.tile;
+  if (call.resume) {
+    repeat<MR * NV>([&](auto i) REMORA_LAMBDA {
+      acc[i / NV][i % NV] = load_as<Accumulator>(tile + i / NV * PANEL_COLUMNS + i % NV * LANES);
+    });
+  } else {
+    repeat<MR * NV>([&](auto i) REMORA_LAMBDA { acc[i / NV][i % NV] = Accumulator{}; });
+  }
+  RowPointers<MR> rows(call.activations, call.stride);
+  Prefetch prefetch = call.prefetch;
+  const uint8_t* block = call.block;
+  const int64_t block_bytes = call.block_bytes;
+  for (int64_t line = call.lines; line > 0; --line) {
+    __builtin_prefetch(prefetch.next, 0, 2);
     prefetch.next += prefetch.bytes_per_line;
-    Product::template step<MR, NV>(acc, vectors, rows);
-    rows.advance(Product::LINE_ACTIVATION_BYTES);
+    repeat<Product::PARTS>([&](auto part) REMORA_LAMBDA {
+      typename Product::Operand b[NV];
+      repeat<NV>([&](auto v) REMORA_LAMBDA {
+        b[v] = Product::weights(block + v / BLOCK_VECTORS * block_bytes + v % BLOCK_VECTORS * REMORA_VECTOR_BYTES, part);
+      });
+      repeat<MR>([&](auto r) REMORA_LAMBDA {
+        const typename Product::Operand a = Product::activation(rows.row(r) + 4 * part);
+        repeat<NV>([&](auto v) REMORA_LAMBDA { acc[r][v] = Product::multiply_add(a, b[v], acc[r][v]); });
+      });
+      if constexpr (Product::PARTS > 1) repeat<MR * NV>([&](auto i) REMORA_LAMBDA { pin(acc[i / NV][i % NV]); });
+    });
+    rows.advance(4 * Product::PARTS);
     block += LINE_BYTES;
   }
-  for (int r = 0; r < MR; ++r)
-    for (int v = 0; v < NV; ++v) store_as(tile + r * PANEL_COLUMNS + v * LANES, acc[r][v]);
+  repeat<MR * NV>([&](auto i) REMORA_LAMBDA {
+    store_as(tile + i / NV * PANEL_COLUMNS + i % NV * LANES, acc[i / NV][i % NV]);
+  });
 }
 
 }  // namespace remora::REMORA_LEVEL
