@@ -19,14 +19,17 @@ class StallWatch:
         self._max_stall_s = max_stall_s
         self._now_s = now_s
         self._num_steps = -1
-        self._moved_s = now_s()
+        self._stuck_since_s: float | None = None
 
     def check(self, stats: EngineStats) -> None:
         """Raises Unavailable when sequences hold blocks and no step was made for `max_stall_s`."""
-        now_s = self._now_s()
-        if stats.num_steps != self._num_steps or not stats.num_running:
-            self._num_steps, self._moved_s = stats.num_steps, now_s
-        elif now_s - self._moved_s > self._max_stall_s:
+        moved = stats.num_steps != self._num_steps
+        self._num_steps = stats.num_steps
+        if moved or not stats.num_running:
+            self._stuck_since_s = None
+        elif self._stuck_since_s is None:
+            self._stuck_since_s = self._now_s()
+        elif self._now_s() - self._stuck_since_s > self._max_stall_s:
             raise Unavailable(
                 f"the engine has {stats.num_running} sequences and made no step for {self._max_stall_s:g} s"
             )
