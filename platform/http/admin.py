@@ -59,17 +59,19 @@ def admin_routes(services: Services) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus text: this router, every replica, every pool."""
+        """Prometheus text: every router, every replica, every pool."""
         connections = core.connections()
-        pools, *stats = await asyncio.gather(
-            services.pools.reports(), *(replica_stats(connection) for connection in connections)
+        routers, pools, *stats = await asyncio.gather(
+            services.routers.families(),
+            services.pools.reports(),
+            *(replica_stats(connection) for connection in connections),
         )
         replicas = {
             (connection.replica_id, core.model_of(connection.replica_id)): figures
             for connection, figures in zip(connections, stats, strict=True)
             if figures is not None
         }
-        return Response(render_metrics(core, replicas, pools), media_type=CONTENT_TYPE)
+        return Response(render_metrics(core, routers, replicas, pools), media_type=CONTENT_TYPE)
 
     return router
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import ReplicaDirectory
@@ -25,9 +29,13 @@ from remora.platform.base.serve_environment import bind_replica_to_loopback
 from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
+from remora.platform.http.router_metrics import Family, OneRouter, families_of
 from remora.platform.http.services import Services, Tokenizers
 
 logger = logging.getLogger(__name__)
+
+#: A scrape waits no longer for other routers.
+PEERS_TIMEOUT_S = 2.0
 
 
 class HttpRouter:
@@ -46,8 +54,13 @@ class HttpRouter:
             core=self._core,
             tokenizers=Tokenizers(self._core.catalog.models, load_tokenizer),
             pools=ClusterPools(config.cluster.name),
+            routers=_AllRouters(self._core) if config.http.num_routers > 1 else OneRouter(self._core.stats.registry),
             stats=HttpStats(self._core.stats.registry),
         )
+
+    async def own_metrics(self) -> bytes:
+        """This router's own metrics, for whichever router answers a scrape."""
+        return msgspec.msgpack.encode(families_of(self._core.stats.registry))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._services, self._lifespan)
@@ -74,3 +87,21 @@ class HttpRouter:
     def _connect(self, replica_id: ReplicaId) -> ReplicaLink:
         (record,) = [each for each in self._directory.replicas() if each.replica_id == replica_id]
         return ServeLink(self._models[record.model_id], replica_id)
+
+
+class _AllRouters:
+    """RouterFamilies over Serve: asks every replica of this deployment."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+
+    async def families(self) -> Sequence[Sequence[Family]]:
+        context = serve.get_replica_context()
+        handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        try:
+            async with asyncio.timeout(PEERS_TIMEOUT_S):
+                answers = await handle.broadcast("own_metrics").results_async()
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("not all routers answer: %s", str(error).partition("\n")[0])
+            return [families_of(self._core.stats.registry)]
+        return [msgspec.msgpack.decode(answer, type=tuple[Family, ...]) for answer in answers]

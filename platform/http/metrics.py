@@ -1,8 +1,8 @@
-"""The Prometheus page: this router's own counters, and what replicas and pools say when asked."""
+"""The Prometheus page: the routers' counters, and what replicas and pools say when asked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,6 +14,7 @@ from remora.deployments.router import RouterCore
 from remora.platform.base.ids import ModelId, ReplicaId
 from remora.platform.http.pool_documents import Pools
 from remora.platform.http.pool_metrics import pool_metrics
+from remora.platform.http.router_metrics import Family, summed
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -50,12 +51,16 @@ _ENGINE_HISTOGRAMS = {
 class _Answers(Collector):
     """What was collected for one page."""
 
-    def __init__(self, core: RouterCore, replicas: ReplicaFigures, pools: Pools) -> None:
+    def __init__(
+        self, core: RouterCore, routers: Sequence[Sequence[Family]], replicas: ReplicaFigures, pools: Pools
+    ) -> None:
         self._core = core
+        self._routers = routers
         self._replicas = replicas
         self._pools = pools
 
     def collect(self) -> Iterable[Metric]:
+        yield from summed(self._routers)
         yield from self._router()
         yield from self._engines()
         yield from pool_metrics(self._pools)
@@ -107,8 +112,10 @@ def _buckets(stats: Mapping[str, Any]) -> list[tuple[str, float]]:
     return buckets
 
 
-def render_metrics(core: RouterCore, replicas: ReplicaFigures, pools: Pools) -> bytes:
+def render_metrics(
+    core: RouterCore, routers: Sequence[Sequence[Family]], replicas: ReplicaFigures, pools: Pools
+) -> bytes:
     """The page's text."""
     answers = CollectorRegistry()
-    answers.register(_Answers(core, replicas, pools))
-    return generate_latest(core.stats.registry) + generate_latest(answers)
+    answers.register(_Answers(core, routers, replicas, pools))
+    return generate_latest(answers)

@@ -13,6 +13,7 @@ from remora.deployments.router import RouterCore
 from remora.platform.base.config import ModelConfig, RemoraConfig
 from remora.platform.base.ids import ModelId
 from remora.platform.http.http_stats import HttpStats
+from remora.platform.http.router_metrics import RouterFamilies
 
 #: Texts longer than this are tokenized in a thread, so that a long prompt delays nobody's tokens.
 INLINE_TEXT_CHARS = 4096
@@ -61,4 +62,5 @@ class Services:
     core: RouterCore
     tokenizers: Tokenizers
     pools: PoolReports
+    routers: RouterFamilies
     stats: HttpStats

@@ -25,6 +25,7 @@ from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
+from remora.platform.http.router_metrics import OneRouter
 from remora.platform.http.services import Services, Tokenizers
 
 
@@ -278,7 +279,12 @@ class Server:
         tokenizers = Tokenizers(self.core.catalog.models, lambda _: byte_tokenizer())
         stats = HttpStats(self.core.stats.registry)
         services = Services(
-            config=self.core.config, core=self.core, tokenizers=tokenizers, pools=_NoPools(), stats=stats
+            config=self.core.config,
+            core=self.core,
+            tokenizers=tokenizers,
+            pools=_NoPools(),
+            routers=OneRouter(self.core.stats.registry),
+            stats=stats,
         )
         server_config = uvicorn.Config(create_app(services), host="127.0.0.1", port=0, log_config=None, lifespan="off")
         self._server = uvicorn.Server(server_config)
