@@ -165,8 +165,8 @@ void pair_values(const ChunkBlocks& blocks, int step, int num_tokens, int dim, i
     const uint16_t* v = token < num_tokens ? blocks.v_of(token) + first_dim : nullptr;
     for (int d = 0; d < num_dims; d += 16) {
       vuint pairs = {};
-      if (v != nullptr) pairs = __builtin_convertvector(load_as<vhalf_bits>(v + d), vuint);
-      if (token + 1 < num_tokens) pairs |= __builtin_convertvector(load_as<vhalf_bits>(v + dim + d), vuint) << 16;
+      if (v != nullptr) pairs = load_u16(v + d);
+      if (token + 1 < num_tokens) pairs |= load_u16(v + dim + d) << 16;
       store_as(scratch.values[d / 16][pair], pairs);
     }
   }

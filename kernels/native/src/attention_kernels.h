@@ -10,11 +10,54 @@ constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
 // Query rows per pass: as many as leave room for 4 accumulators each in the registers.
 constexpr int MAX_PASS_ROWS = LANES == 16 ? 6 : 3;
 
+// 16-bit values, each in the lower half of a lane.
+REMORA_INLINE vuint load_u16(const uint16_t* p) {
+#if REMORA_VECTOR_BYTES == 64 && defined(__AVX512F__)  // gcc 12 makes four instructions of the conversion below
+  return (vuint)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  return __builtin_convertvector(load_as<vhalf_bits>(p), vuint);
+#endif
+}
+
 template <class T>
 constexpr int LINE_VALUES = 64 / static_cast<int>(sizeof(T));
 
-REMORA_INLINE vfloat load_value(const float* p) { return load(p); }
-REMORA_INLINE vfloat load_value(const uint16_t* p) { return load_bf16(p); }
+// How rows of T become vectors. A load of bf16 holds two values in each 32-bit lane; on short vectors it is cheapest to
+// take the even ones as one vector and the odd ones as the next, so dims are handled in that order (`arrange`).
+template <class T>
+constexpr int VECTORS_PER_LOAD = sizeof(T) == 2 && LANES < 16 ? 2 : 1;
+
+// Vector `part` of the VECTORS_PER_LOAD vectors at p.
+REMORA_INLINE vfloat load_part(const float* p, int) { return load(p); }
+REMORA_INLINE vfloat load_part(const uint16_t* p, int part) {
+#if REMORA_VECTOR_BYTES == 64
+  (void)part;
+  return (vfloat)(load_u16(p) << 16);
+#else
+  const vuint both = load_as<vuint>(p);
+  return (vfloat)(part == 0 ? both << 16 : both & 0xffff0000u);
+#endif
+}
+
+// Dims of one row into the order of the vectors of T, and back.
+template <class T>
+REMORA_INLINE void arrange(const float* row, int head_dim, float* target) {
+  constexpr int PARTS = VECTORS_PER_LOAD<T>;
+  for (int d = 0; d < head_dim; d += PARTS * LANES)
+    for (int part = 0; part < PARTS; ++part)
+      for (int i = 0; i < LANES; ++i) target[d + part * LANES + i] = row[d + i * PARTS + part];
+}
+template <class T>
+REMORA_INLINE void restore(float* row, int head_dim) {
+  constexpr int PARTS = VECTORS_PER_LOAD<T>;
+  if (PARTS == 1) return;
+  for (int d = 0; d < head_dim; d += PARTS * LANES) {
+    float group[PARTS * LANES];
+    for (int part = 0; part < PARTS; ++part)
+      for (int i = 0; i < LANES; ++i) group[i * PARTS + part] = row[d + part * LANES + i];
+    __builtin_memcpy(row + d, group, sizeof group);
+  }
+}
 
 // 2^x for x <= 0 (also -infinity), relative error below 2e-7; values below 2^-126 become 2^-126. NaN stays NaN.
 REMORA_INLINE vfloat exp2_of_negative(vfloat x) {
@@ -56,7 +99,7 @@ REMORA_INLINE void store_sums(float* target, vfloat a, vfloat b, vfloat c, vfloa
   __builtin_memcpy(target, &sums, sizeof sums);
 }
 
-// scores[row][token] = q[row] · k[token] for ROWS rows and `num_tokens` tokens (a multiple of 4). `next` is what will
+// scores[row][token] = q[row] · k[token], with q in the order of `arrange<T>`, for ROWS rows and `num_tokens` tokens (a multiple of 4). `next` is what will
 // be read after k, or k itself; its lines are fetched along the way.
 template <class T, int ROWS>
 static void score_pass(const float* q, const T* k, const T* next, int head_dim, int num_tokens, float* scores,
@@ -66,12 +109,16 @@ static void score_pass(const float* q, const T* k, const T* next, int head_dim, 
     if (fetches)
       for (int d = 0; d < 4 * head_dim; d += LINE_VALUES<T>) __builtin_prefetch(next + d);
     vfloat sums[ROWS][4] = {};
-    for (int d = 0; d < head_dim; d += LANES) {
+    for (int d = 0; d < head_dim; d += VECTORS_PER_LOAD<T> * LANES) {
+#pragma GCC unroll 2
+      for (int part = 0; part < VECTORS_PER_LOAD<T>; ++part) {
+        const float* query = q + d + part * LANES;
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const vfloat key = load_value(k + j * head_dim + d);
+        for (int j = 0; j < 4; ++j) {
+          const vfloat key = load_part(k + j * head_dim + d, part);
 #pragma GCC unroll 8
-        for (int row = 0; row < ROWS; ++row) sums[row][j] = fma(load(q + row * head_dim + d), key, sums[row][j]);
+          for (int row = 0; row < ROWS; ++row) sums[row][j] = fma(load(query + row * head_dim), key, sums[row][j]);
+        }
       }
     }
 #pragma GCC unroll 8
@@ -80,7 +127,7 @@ static void score_pass(const float* q, const T* k, const T* next, int head_dim, 
   }
 }
 
-// out[row][d..] += Σ p[row][token] * v[token][d..] in token order, for ROWS rows and VECTORS * LANES dims.
+// out[row][d..] += Σ p[row][token] * v[token][d..] in token order, with out in the order of `arrange<T>`, for ROWS rows and VECTORS * LANES dims.
 template <class T, int ROWS, int VECTORS>
 static void value_pass(const float* p, int64_t p_stride, const T* v, const T* next, int head_dim, int num_tokens,
                        float* out) {
@@ -95,7 +142,10 @@ static void value_pass(const float* p, int64_t p_stride, const T* v, const T* ne
       for (int i = 0; i < VECTORS * LANES; i += LINE_VALUES<T>) __builtin_prefetch(next + i);
     vfloat value[VECTORS];
 #pragma GCC unroll 8
-    for (int i = 0; i < VECTORS; ++i) value[i] = load_value(v + i * LANES);
+    for (int i = 0; i < VECTORS; ++i) {
+      constexpr int PARTS = VECTORS_PER_LOAD<T>;
+      value[i] = load_part(v + i / PARTS * PARTS * LANES, i % PARTS);
+    }
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; ++row) {
       const vfloat weight = splat(p[row * p_stride + token]);
@@ -116,8 +166,8 @@ static void value_rows(const float* p, int64_t p_stride, const T* v, const T* ne
   int d = 0;
   for (; d + VECTORS * LANES <= head_dim; d += VECTORS * LANES)
     value_pass<T, ROWS, VECTORS>(p, p_stride, v + d, next + d, head_dim, num_tokens, out + d);
-  for (; d < head_dim; d += LANES)
-    value_pass<T, ROWS, 1>(p, p_stride, v + d, next + d, head_dim, num_tokens, out + d);
+  for (; d < head_dim; d += VECTORS_PER_LOAD<T> * LANES)
+    value_pass<T, ROWS, VECTORS_PER_LOAD<T>>(p, p_stride, v + d, next + d, head_dim, num_tokens, out + d);
 }
 
 // Rows of the next pass when `rows` are left: passes of equal size, none above MAX_PASS_ROWS.

@@ -36,10 +36,12 @@ void soften_row(float* scores, int visible, int width, float* maximum, float* su
   *sum = remora::REMORA_LEVEL::sum(total);
 }
 
-// `count` values of bf16 as fp32.
+// `count` values of bf16 as fp32, in the order of `arrange`.
 void widen(const uint16_t* source, const uint16_t* next, int count, float* target) {
   for (int i = 0; i < count; i += 32) __builtin_prefetch(next + i);
-  for (int i = 0; i < count; i += LANES) store(target + i, load_bf16(source + i));
+  constexpr int PARTS = VECTORS_PER_LOAD<uint16_t>;
+  for (int i = 0; i < count; i += PARTS * LANES)
+    for (int part = 0; part < PARTS; ++part) store(target + i + part * LANES, load_part(source + i, part));
 }
 
 template <class T>
@@ -57,7 +59,8 @@ void run_chunk(const Tile& tile, int32_t chunk, Part part, float* memory) {
   const auto v_of = [&](int column) { return reinterpret_cast<const T*>(tile.blocks.v_of(first_column + column)); };
 
   const vfloat scale = splat(tile.scale_log2);
-  for (int i = 0; i < rows * dim; i += LANES) store(q + i, load(tile.q + i) * scale);
+  for (int row = 0; row < rows; ++row) arrange<T>(tile.q + row * dim, dim, q + row * dim);
+  for (int i = 0; i < rows * dim; i += LANES) store(q + i, load(q + i) * scale);
   for (int column = 0; column < num_columns; ++column) {
     const int start = column * block_tokens;
     // Whole fours: the block has them, and scores of slots that a row does not see are replaced.
@@ -87,6 +90,7 @@ void run_chunk(const Tile& tile, int32_t chunk, Part part, float* memory) {
       value_block(scores + start, SCORES_STRIDE, rows, v, next, dim, tokens, part.out);
     }
   }
+  for (int row = 0; row < rows; ++row) restore<T>(part.out + row * dim, dim);
 }
 
 }  // namespace
