@@ -12,8 +12,8 @@ constexpr int MAX_PASS_ROWS = LANES == 16 ? 6 : 3;
 
 // 16-bit values, each in the lower half of a lane.
 REMORA_INLINE vuint load_u16(const uint16_t* p) {
-#if REMORA_VECTOR_BYTES == 64 && defined(__AVX512F__)  // gcc 12 makes four instructions of the conversion below
-  return (vuint)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#if REMORA_VECTOR_BYTES == 64 && defined(__AVX512F__)  // gcc 12 makes many of the conversion below
+  return (vuint)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #else
   return __builtin_convertvector(load_as<vhalf_bits>(p), vuint);
 #endif
