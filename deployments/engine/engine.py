@@ -160,15 +160,15 @@ class Engine:
             return False
         started_s = time.perf_counter()
         book, scheduler = self._book, self._scheduler
-        book.has_preempted = False
         self._read_inbox()
         now_s = self._clock.now_s()
         book.expire(now_s)
         book.release_followers()
-        # Memory that a preemption freed is for those who lacked it, not for newcomers.
+        book.link.ask_for_blocks(scheduler.running, now_s)
+        # Memory that a preemption freed is for those who lacked it; all others come a step later.
         if not book.has_preempted:
             book.admit(now_s)
-        book.link.ask_for_blocks(scheduler.running, now_s)
+        book.has_preempted = False
         book.link.flush()
         # A pool in this process has answered by now.
         self._read_inbox()

@@ -64,7 +64,7 @@ class RequestBook:
         self._expecting: list[LiveRequest] = []
         self._deadlines: list[tuple[float, int, LiveRequest]] = []
         self._deadline_numbers = itertools.count()
-        #: Set by a preemption; the engine clears it each step.
+        #: Set by a preemption, cleared by the step that therefore admits nobody.
         self.has_preempted = False
 
     # ---- begin

@@ -37,7 +37,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.admitting: set[Sequence] = set()
         self.parked: set[Sequence] = set()
-        self._step_no = 0
+        self._turn_no = 0
 
     @property
     def num_waiting(self) -> int:
@@ -109,7 +109,7 @@ class Scheduler:
         budget, places = config.max_step_tokens, config.max_num_seqs
         most = min(budget, places) - (1 if behind and min(budget, places) > 1 else 0)
         if len(decoding) > most:
-            decoding = sorted(decoding, key=lambda item: item.last_step_no)[:most]
+            decoding = sorted(decoding, key=lambda item: item.last_turn_no)[:most]
         plan = [Scheduled(sequence, 1) for sequence in decoding]
         budget -= len(plan)
         if len(behind) > 1:
@@ -120,9 +120,9 @@ class Scheduler:
             num_tokens = min(sequence.num_pending_tokens, sequence.num_free_slots, budget)
             plan.append(Scheduled(sequence, num_tokens))
             budget -= num_tokens
-        self._step_no += 1
         for sequence, _ in plan:
-            sequence.last_step_no = self._step_no
+            self._turn_no += 1
+            sequence.last_turn_no = self._turn_no
         return plan
 
     def check_integrity(self) -> None:

@@ -98,7 +98,8 @@ class Sequence:
         self.is_extend_pending = False
         #: Not before this time is the pool asked for more, after it refused.
         self.extend_after_s = 0.0
-        self.last_step_no = 0
+        #: Grows over all sequences' turns: the smallest has waited longest.
+        self.last_turn_no = 0
 
         # ---- output
         self.output = output

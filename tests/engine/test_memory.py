@@ -8,9 +8,9 @@ import pytest
 from engine_support import BLOCK_TOKENS, FAKE_GEOMETRY, FINGERPRINT, Harness, expected_greedy
 
 from remora.cache_actors.local_pool import LocalDevice
-from remora.namespaces.commands import Admit, Extend, Refused
+from remora.namespaces.commands import Admit, Admitted, Extend, Granted, Refused
 from remora.platform.base.clock import ManualClock
-from remora.platform.base.ids import ModelId, NamespaceId
+from remora.platform.base.ids import ModelId, NamespaceId, SequenceId
 
 PROMPT = "The remora travels with a ray."
 
@@ -375,3 +375,34 @@ def test_nothing_leaves_after_the_lease_is_lost(harness) -> None:
     assert len(one.deltas) == num_deltas
     assert len(one.fenced) == 1
     assert one.engine.stats().is_fenced
+
+
+def test_a_lease_that_is_lost_during_a_step_lets_nothing_of_the_step_out(harness) -> None:
+    one = harness()
+    one.submit(PROMPT, max_tokens=50)
+    one.step(4)
+    commands = []
+    one.pool.deny = lambda command: commands.append(command)
+
+    def lose_the_lease(history):
+        if not one.fenced:
+            one.pool.device.revoke(one.pool)
+            commands.clear()
+
+    one.model.decoder.trouble = lose_the_lease
+    num_deltas = len(one.deltas)
+    for _ in range(3):
+        one.engine.step()
+    assert len(one.deltas) == num_deltas
+    assert commands == []
+    assert one.engine.stats().is_fenced
+
+
+def test_a_grant_of_a_run_that_nobody_knows_is_released(harness) -> None:
+    one = harness()
+    commands = []
+    one.pool.deny = lambda command: commands.append(command)
+    late = Admitted(sequence_id=SequenceId("of another time"), blocks=(1, 2), num_cached_blocks=0)
+    one.engine._on_event(Granted(event_no=1, admitted=late))
+    one.step(1)
+    assert [command.sequence_ids for command in commands] == [("of another time",)]
