@@ -104,3 +104,9 @@ def test_stop_strings_count_only_behind_min_tokens() -> None:
 
 def test_the_included_stop_string_is_the_end_of_the_text() -> None:
     assert say("abENDx", SamplingParams(stop=("END",), include_stop_str_in_output=True)) == ("abEND", "stop", "END")
+
+
+def test_an_ignored_match_inside_held_text_stays_ignored() -> None:
+    stopper = StopText(["abcx", "b"])
+    assert stopper.push("abc", may_stop=False) == ("", None)
+    assert stopper.push("z") == ("abcz", None)
