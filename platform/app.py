@@ -30,7 +30,8 @@ def start_serve(config: RemoraConfig) -> None:
     Raises ConfigError for an address that others can reach. The environment must have been set before
     (platform/base/serve_environment.py).
     """
-    require_loopback(config.http.host)
+    if not config.http.trusted_network:
+        require_loopback(config.http.host)
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=config.http.host, port=config.http.port),

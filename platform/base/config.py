@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.serve_environment import is_loopback
@@ -30,8 +39,10 @@ class _Section(BaseModel):
 
 
 class HttpConfig(_Section):
-    """Where clients connect. Without API keys only loopback is allowed."""
+    """Where clients connect. Without API keys only loopback is allowed, or a network that is declared as trusted."""
 
+    #: Whoever reaches the port may do everything: access is controlled outside (network policy, ingress with login).
+    trusted_network: bool = False
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     max_body_bytes: ByteSize = ByteSize(16 * MiB)
@@ -41,10 +52,12 @@ class HttpConfig(_Section):
 
     @field_validator("host")
     @classmethod
-    def _is_loopback(cls, host: str) -> str:
-        if not is_loopback(host):
+    def _is_loopback(cls, host: str, info: ValidationInfo) -> str:
+        # A wrong value of trusted_network is left out of the data, and reported by itself.
+        if not is_loopback(host) and not info.data.get("trusted_network", True):
             raise ValueError(
-                f"{host!r} is not allowed: without API keys only loopback is (127.0.0.1, ::1 or localhost)"
+                f"{host!r} is not allowed: without API keys only loopback is (127.0.0.1, ::1 or localhost), unless "
+                "http.trusted_network: true says that access is controlled outside"
             )
         return host
 

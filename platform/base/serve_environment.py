@@ -121,7 +121,7 @@ def require_loopback(host: str) -> None:
     if not is_loopback(host):
         raise ConfigError(
             f"http.host: {host!r} can be reached from other machines, and no API keys are configured; use 127.0.0.1 "
-            "and a reverse proxy that authenticates."
+            "and a reverse proxy that authenticates, or say http.trusted_network: true if access is controlled outside."
         )
 
 

@@ -48,7 +48,7 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
         ({"models": []}, "models: must have at least one entry"),
         ("text", "config: 'text' is not allowed: must be a mapping of keys to values"),
         (document(colour="red"), "colour: unknown key 'colour'; allowed here: cluster, http, devices, models"),
-        (document(http={"prot": 1}), "http.prot: unknown key 'prot'; allowed here: host, port"),
+        (document(http={"prot": 1}), "http.prot: unknown key 'prot'; allowed here: trusted_network, host, port"),
         (
             document(http={"port": 70000}),
             "http.port: 70000 is not allowed: Input should be less than or equal to 65535",
@@ -121,3 +121,15 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 )
 def test_every_example_is_valid(path: Path) -> None:
     load_config(path)
+
+
+def test_a_trusted_network_may_be_listened_to() -> None:
+    http = parse_config(document(http={"host": "0.0.0.0", "trusted_network": True})).http
+    assert (http.host, http.trusted_network) == ("0.0.0.0", True)
+
+
+def test_a_wrong_trusted_network_is_the_only_complaint() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(document(http={"host": "0.0.0.0", "trusted_network": "perhaps"}))
+    assert str(error.value).startswith("http.trusted_network: 'perhaps' is not allowed")
+    assert "http.host" not in str(error.value)

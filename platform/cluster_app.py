@@ -1,0 +1,80 @@
+"""The Serve application for a Ray cluster that somebody else runs (KubeRay): its Serve configuration names it.
+
+    applications:
+      - import_path: remora.platform.cluster_app:cluster_app
+        args: {config: /etc/remora/remora.yaml, sha256: ...}
+
+The digest says which document is meant: Serve rolls the application over when its arguments change, and a mounted
+ConfigMap follows a change only some time later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from remora.platform.base.config import RemoraConfig, load_config
+from remora.platform.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray import serve
+
+#: The kubelet renews mounted ConfigMaps within its sync period and the life of its cache: a minute each.
+MOUNT_TIMEOUT_S = 240.0
+_POLL_S = 1.0
+
+
+class ClusterAppArgs(BaseModel):
+    """What the Serve configuration passes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: The configuration file, on the node that builds the application (the head).
+    config: Path
+    #: Hex digest of the file that is meant; None: whatever the file holds now.
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+
+
+def cluster_app(args: dict[str, Any]) -> serve.Application:
+    """Builds the application. Raises ConfigError; Serve shows the message in the application's status."""
+    from remora.platform.app import build_app
+
+    try:
+        parsed = ClusterAppArgs.model_validate(args)
+    except ValidationError as error:
+        raise ConfigError(f"args of the Serve application: {error}") from None
+    return build_app(read_cluster_config(parsed))
+
+
+def read_cluster_config(args: ClusterAppArgs, *, timeout_s: float = MOUNT_TIMEOUT_S) -> RemoraConfig:
+    """Waits for the document that is meant, and validates it.
+
+    Raises ConfigError when it does not come, is wrong, or has not been allowed to be served to a network.
+    """
+    if args.sha256 is not None:
+        _await_digest(args.config, args.sha256, time.monotonic() + timeout_s)
+    config = load_config(args.config)
+    # Where Serve listens is up to the Serve configuration of the cluster: it cannot be told from here.
+    if not config.http.trusted_network:
+        raise ConfigError(
+            f"{args.config}: http.trusted_network: must be true on a cluster, because its HTTP port can be reached by "
+            "others and there are no API keys; set it when a network policy or an authenticating proxy controls access."
+        )
+    return config
+
+
+def _await_digest(path: Path, sha256: str, deadline_s: float) -> None:
+    while True:
+        try:
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            found = str(error.strerror)
+        if found == sha256:
+            return
+        if time.monotonic() >= deadline_s:
+            raise ConfigError(f"{path}: the configuration with digest {sha256} is not there yet, but {found}.")
+        time.sleep(_POLL_S)
