@@ -379,8 +379,9 @@ def test_nothing_leaves_after_the_lease_is_lost(harness) -> None:
 
 def test_a_lease_that_is_lost_during_a_step_lets_nothing_of_the_step_out(harness) -> None:
     one = harness()
-    one.submit(PROMPT, max_tokens=50)
-    one.step(4)
+    request_id = one.submit(PROMPT, max_tokens=4)
+    while len(one.outputs[request_id, 0].token_ids) < 3:
+        one.step(1)
     commands = []
     one.pool.deny = lambda command: commands.append(command)
 
@@ -391,6 +392,7 @@ def test_a_lease_that_is_lost_during_a_step_lets_nothing_of_the_step_out(harness
 
     one.model.decoder.trouble = lose_the_lease
     num_deltas = len(one.deltas)
+    # The step would end the request: a publication, a release and a last delta.
     for _ in range(3):
         one.engine.step()
     assert len(one.deltas) == num_deltas
