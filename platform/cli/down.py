@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 
 from remora.cache_actors.process_watch import ProcessWatch
-from remora.cache_actors.stale_files import remove_stale
-from remora.platform.base.paths import SHARED_MEMORY_DIR, default_state_dir
-from remora.platform.cli.instance import InstanceRecord, InstanceStore, remove_remains
+from remora.platform.base.paths import default_state_dir
+from remora.platform.cli.instance import InstanceRecord, InstanceStore, clear_all
 from remora.platform.cli.processes import kill_processes
 
 
@@ -25,15 +24,13 @@ def down(name: str, state_dir: Path | None, timeout_s: float) -> None:
     store = InstanceStore(state_dir, name)
     record = store.read()
     if record is None:
-        removed = remove_stale(name, SHARED_MEMORY_DIR, state_dir)
+        _, removed = clear_all(store, state_dir)
         click.echo(f"No Remora named {name!r} is running." + (f" Removed {len(removed)} files." if removed else ""))
         return
     if _stop(record, timeout_s):
         click.echo(f"Stopped {name!r} ({record.url}).")
         return
-    killed = remove_remains(record)
-    removed = remove_stale(name, SHARED_MEMORY_DIR, state_dir)
-    store.remove()
+    killed, removed = clear_all(store, state_dir)
     click.echo(f"Cleared what {name!r} had left: {len(killed)} processes, {len(removed)} files.")
 
 

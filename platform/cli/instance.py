@@ -10,19 +10,20 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from remora.cache_actors.process_watch import is_alive
+from remora.cache_actors.stale_files import remove_stale, stale_files
 from remora.namespaces.commands import ProcessIdentity
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import RemoraError
 from remora.platform.base.local_ray import TEMP_DIR_PREFIX
-from remora.platform.base.paths import default_state_dir
-from remora.platform.cli.processes import INSTANCE_VARIABLE, kill_marked
+from remora.platform.base.paths import SHARED_MEMORY_DIR, default_state_dir
+from remora.platform.cli.processes import INSTANCE_VARIABLE, kill_marked, kill_processes
 
 
 class AlreadyRunning(RemoraError):
@@ -37,7 +38,10 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     cluster_name: str
     #: Value of INSTANCE_VARIABLE in the environment of each of its processes.
     instance_id: str
+    #: The supervisor: `remora down` signals it.
     process: ProcessIdentity
+    #: The process that runs the platform, its child.
+    platform: ProcessIdentity
     url: str
     #: Folder of its own Ray; empty when it joined a running cluster.
     ray_temp_dir: str = ""
@@ -114,9 +118,33 @@ def remove_remains(record: InstanceRecord) -> list[ProcessIdentity]:
 
     Its shared memory stays: the next `up` adopts or removes it.
     """
-    killed = kill_marked(INSTANCE_VARIABLE, record.instance_id)
+    killed = [record.platform] if is_alive(record.platform) else []
+    kill_processes(killed)
+    killed += kill_marked(INSTANCE_VARIABLE, record.instance_id)
     temp_dir = Path(record.ray_temp_dir)
     # The record is a file that anybody with this user's rights could have written: remove only what Remora made.
     if record.ray_temp_dir and temp_dir.name.startswith(TEMP_DIR_PREFIX):
         shutil.rmtree(temp_dir, ignore_errors=True)
     return killed
+
+
+def clear_remains(store: InstanceStore, state_dir: Path, say: Callable[[str], None]) -> None:
+    """Before a start: ends what an earlier instance left running, and tells what lies in shared memory."""
+    record = store.read()
+    if record is not None:
+        killed = remove_remains(record)
+        if killed:
+            say(f"an earlier instance ended badly: killed {len(killed)} processes of it")
+        store.remove()
+    for path in stale_files(store.cluster_name, SHARED_MEMORY_DIR, state_dir):
+        if path.suffix == ".arena":
+            say(f"found {path}, left by an earlier instance")
+
+
+def clear_all(store: InstanceStore, state_dir: Path) -> tuple[list[ProcessIdentity], list[Path]]:
+    """After an end: processes, shared memory and the record. Returns the processes killed and the files removed."""
+    record = store.read()
+    killed = [] if record is None else remove_remains(record)
+    removed = remove_stale(store.cluster_name, SHARED_MEMORY_DIR, state_dir)
+    store.remove()
+    return killed, removed

@@ -1,4 +1,4 @@
-"""One running platform of this process: Ray, pools, replicas, HTTP; started in order, ended without a trace."""
+"""One running platform of this process: Ray, pools, replicas, HTTP; started and ended in order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from typing import Any, Literal
 import msgspec
 
 from remora.cache_actors.process_watch import process_identity
-from remora.cache_actors.stale_files import remove_stale, stale_files
+from remora.cache_actors.stale_files import remove_stale
+from remora.namespaces.commands import ProcessIdentity
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import RemoraError
 from remora.platform.base.local_ray import new_temp_dir, start_local_ray, stop_local_ray
 from remora.platform.base.paths import SHARED_MEMORY_DIR
-from remora.platform.cli.instance import InstanceRecord, InstanceStore, remove_remains, state_dir_of
-from remora.platform.cli.processes import INSTANCE_VARIABLE, kill_marked, marked_processes, program_of
+from remora.platform.cli.instance import InstanceRecord, InstanceStore, state_dir_of
+from remora.platform.cli.processes import INSTANCE_VARIABLE
 from remora.platform.cli.progress import size_text
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,13 @@ class StartFailed(RemoraError):
 
 
 class LocalPlatform:
-    """Starts everything in `start`, ends everything in `stop`, also after a `start` that failed half-way."""
+    """Starts everything in `start`, ends it in `stop`, also after a `start` that failed half-way."""
 
-    def __init__(self, config: RemoraConfig, store: InstanceStore, say: Say) -> None:
-        """`config.http.port` is the port that will be used; the store is locked by the caller."""
+    def __init__(self, config: RemoraConfig, store: InstanceStore, owner: ProcessIdentity, say: Say) -> None:
+        """`config.http.port` is the port that will be used; `owner` is the process that `remora down` tells to end."""
         self._config = config
         self._store = store
+        self._owner = owner
         self._say = say
         self._state_dir = state_dir_of(config)
         self._record: InstanceRecord | None = None
@@ -66,18 +68,6 @@ class LocalPlatform:
     def owns_ray(self) -> bool:
         return self._config.cluster.ray_address == "local"
 
-    def clear_remains(self) -> None:
-        """Ends what an earlier instance left running and tells what lies in shared memory."""
-        record = self._store.read()
-        if record is not None:
-            killed = remove_remains(record)
-            if killed:
-                self._say(f"an earlier instance ended badly: killed {len(killed)} processes of it")
-            self._store.remove()
-        for path in stale_files(self._config.cluster.name, SHARED_MEMORY_DIR, self._state_dir):
-            if path.suffix == ".arena":
-                self._say(f"found {path}, left by an earlier instance")
-
     def start(self) -> None:
         """Returns when the platform answers requests. Raises RemoraError with a sentence."""
         instance_id = secrets.token_hex(8)
@@ -87,16 +77,22 @@ class LocalPlatform:
         self._record = InstanceRecord(
             cluster_name=self._config.cluster.name,
             instance_id=instance_id,
-            process=process_identity(),
+            process=self._owner,
+            platform=process_identity(),
             url=self.url,
             ray_temp_dir=str(self._temp_dir or ""),
         )
         self._store.write(self._record)
         self._start_ray()
-        if self.owns_ray:
-            self._create_pools()
-        self._deploy()
-        self._await_ready()
+        from ray.exceptions import RayError
+
+        try:
+            if self.owns_ray:
+                self._create_pools()
+            self._deploy()
+            self._await_ready()
+        except RayError as error:
+            raise StartFailed(f"Ray failed while the platform was starting: {_first_line(error)}") from error
         self._settle_stale_files()
         self._set_status("ready")
 
@@ -108,7 +104,7 @@ class LocalPlatform:
         return True
 
     def stop(self) -> None:
-        """Ends everything that `start` began: replicas, pools, Ray, files. Never raises."""
+        """Ends what `start` began, in order. What does not end is left to the supervisor. Never raises."""
         if self._record is None:
             return
         self._set_status("stopping")
@@ -119,13 +115,6 @@ class LocalPlatform:
                 self._within("the pools", self._stop_actors)
             if self._temp_dir is not None:
                 self._within("Ray", lambda: stop_local_ray(self._temp_dir or Path()))
-        if self._temp_dir is not None:
-            killed = kill_marked(INSTANCE_VARIABLE, self._record.instance_id)
-            logger.info("killed %d processes that had not ended by themselves", len(killed))
-            remove_remains(self._record)
-        remove_stale(self._config.cluster.name, SHARED_MEMORY_DIR, self._state_dir)
-        self._store.remove()
-        self._record = None
 
     # ---- start -------------------------------------------------------------------------------------------------------
 
@@ -226,10 +215,7 @@ class LocalPlatform:
             ray.kill(actor)
 
     def _within(self, what: str, action: Callable[[], None]) -> None:
-        """Runs a step of the end; a step that hangs or fails does not keep the others from happening.
-
-        A signal to the whole process group (a closed terminal) ends Ray's processes too: then nobody will answer.
-        """
+        """Runs a step of the end; a step that hangs or fails does not keep the others from happening."""
 
         def run() -> None:
             try:
@@ -239,20 +225,9 @@ class LocalPlatform:
 
         thread = threading.Thread(target=run, name=f"stop {what}", daemon=True)
         thread.start()
-        deadline_s = time.monotonic() + _STOP_STEP_TIMEOUT_S
-        while thread.is_alive() and time.monotonic() < deadline_s:
-            thread.join(0.5)
-            if self._temp_dir is not None and not self._gcs_runs():
-                break
+        thread.join(_STOP_STEP_TIMEOUT_S)
         if thread.is_alive():
-            logger.info("%s did not stop by itself", what)
-
-    def _gcs_runs(self) -> bool:
-        assert self._record is not None, "an instance that has begun to start has a record"
-        return any(
-            program_of(process.pid) == "gcs_server"
-            for process in marked_processes(INSTANCE_VARIABLE, self._record.instance_id)
-        )
+            logger.warning("%s did not stop within %.0f s", what, _STOP_STEP_TIMEOUT_S)
 
     def _set_status(self, status: Literal["starting", "ready", "stopping"]) -> None:
         assert self._record is not None, "an instance that has begun to start has a record"

@@ -62,14 +62,6 @@ def kill_marked(variable: str, value: str, *, rounds: int = 5) -> list[ProcessId
     return killed
 
 
-def program_of(pid: int) -> str:
-    """Name of the program that a process runs, at most 15 characters; empty when the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
 def command_of(pid: int) -> str:
     """Command line of a process for messages, shortened; its pid when it is gone."""
     try:

@@ -12,12 +12,14 @@ from types import FrameType
 
 import click
 
+from remora.cache_actors.process_watch import process_identity
 from remora.platform.base.config import RemoraConfig, load_config, parse_config
 from remora.platform.base.span_file import prune_span_files, traces_dir
-from remora.platform.cli.instance import InstanceStore, state_dir_of
+from remora.platform.cli.instance import InstanceStore, clear_all, clear_remains, state_dir_of
 from remora.platform.cli.local_platform import LocalPlatform
 from remora.platform.cli.progress import Progress
 from remora.platform.cli.start_checks import check_memory, check_sizes, choose_port, plan_models
+from remora.platform.cli.supervisor import STOP_SIGNALS, run_supervised
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
 
@@ -46,8 +48,9 @@ class StopSignals:
 
     def install(self) -> None:
         """Ray installs its own handler of SIGTERM when it is started: call this again afterwards."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         first = not self.requested.is_set()
@@ -67,34 +70,51 @@ def up(config_file: Path | None, port: int | None, name: str | None) -> None:
     """
     progress = Progress()
     config = _with(load_config(config_file or DEFAULT_CONFIG), "cluster", name=name)
-    store = InstanceStore(state_dir_of(config), config.cluster.name)
-    signals = StopSignals()
-    signals.install()
+    state_dir = state_dir_of(config)
+    store = InstanceStore(state_dir, config.cluster.name)
     with store.locked():
         config = _with(config, "http", port=choose_port(config.http, port))
-        platform = LocalPlatform(config, store, progress.say)
-        try:
-            with signals.interrupting():
-                platform.clear_remains()
-                plans = plan_models(config, progress.say)
-                check_sizes(config, plans)
-                check_memory(config, plans)
-                prune_span_files(traces_dir(state_dir_of(config)), 4 * int(config.telemetry.max_file_bytes))
-                platform.start()
-            signals.install()
-            progress.say(f"ready: {platform.url}")
-            click.echo(_invitation(config, platform.url))
-            lost = not platform.watch(signals.requested)
-        except _StopRequested:
-            lost = False
-        finally:
-            signals.install()
-            progress.say("stopping")
-            platform.stop()
-        progress.say("stopped")
-    if lost:
-        click.echo("remora: Ray ended by itself; everything was stopped", err=True)
-        sys.exit(1)
+        clear_remains(store, state_dir, progress.say)
+        plans = plan_models(config, progress.say)
+        check_sizes(config, plans)
+        check_memory(config, plans)
+        prune_span_files(traces_dir(state_dir), 4 * int(config.telemetry.max_file_bytes))
+        platform = LocalPlatform(config, store, process_identity(), progress.say)
+
+        def clear_up() -> None:
+            clear_all(store, state_dir)
+            progress.say("stopped")
+
+        code = run_supervised(lambda: _run(platform, config, progress), clear_up)
+    sys.exit(code)
+
+
+def _run(platform: LocalPlatform, config: RemoraConfig, progress: Progress) -> int:
+    signals = StopSignals()
+    signals.install()
+    try:
+        with signals.interrupting():
+            platform.start()
+        signals.install()
+        progress.say(f"ready: {platform.url}")
+        click.echo(_invitation(config, platform.url))
+        if not platform.watch(signals.requested):
+            # Nobody would answer an orderly end: the supervisor ends what is left.
+            click.echo("remora: Ray ended by itself; stopping everything", err=True)
+            return 1
+    except _StopRequested:
+        pass
+    except BaseException:
+        _stop(platform, signals, progress)
+        raise
+    _stop(platform, signals, progress)
+    return 0
+
+
+def _stop(platform: LocalPlatform, signals: StopSignals, progress: Progress) -> None:
+    signals.install()
+    progress.say("stopping")
+    platform.stop()
 
 
 def _with(config: RemoraConfig, section: str, **values: str | int | None) -> RemoraConfig:

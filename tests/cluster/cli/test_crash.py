@@ -58,9 +58,7 @@ def test_after_kill_9_of_everything_the_next_up_adopts_the_cache_and_then_ends_c
     assert cached_tokens(up) > 100
     time.sleep(0.5)
     killed = up.record
-    processes = up.processes()
-    up.process.kill()
-    kill_processes(processes)
+    kill_processes([killed.process, killed.platform, *up.processes()])
     up.process.wait(10)
     assert up.files() != []
     assert "Nothing is running" in up.run("status").stdout
@@ -82,9 +80,19 @@ def test_down_clears_what_an_up_that_was_killed_has_left(make_up: Callable[[str]
     up.start()
     up.await_line("pool cpu0: created")
     record = up.record
-    up.process.kill()
+    kill_processes([record.process, record.platform])
     up.process.wait(10)
     done = up.run("down", "--name", "orphans")
     assert done.returncode == 0, done.stderr
     assert "Cleared what 'orphans' had left" in done.stdout
+    up.assert_nothing_left(record)
+
+
+def test_an_up_whose_ray_dies_stops_and_clears_everything(make_up: Callable[[str], Up]) -> None:
+    up = make_up("rayless")
+    up.start()
+    up.await_line("pool cpu0: created")
+    record = up.record
+    kill_processes(up.processes())
+    assert up.process.wait(120) != 0
     up.assert_nothing_left(record)

@@ -11,12 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remora.cache_actors.process_watch import process_identity
+from remora.cache_actors.process_watch import boot_id, process_identity
+from remora.namespaces.commands import ProcessIdentity
 from remora.platform.base.local_ray import TEMP_DIR_PREFIX
+from remora.platform.base.paths import shared_memory_prefix
 from remora.platform.cli.instance import (
     AlreadyRunning,
     InstanceRecord,
     InstanceStore,
+    clear_all,
+    clear_remains,
     remove_remains,
     running_instances,
 )
@@ -28,6 +32,7 @@ def record(**changes: object) -> InstanceRecord:
         cluster_name="blue",
         instance_id=secrets.token_hex(8),
         process=process_identity(),
+        platform=ProcessIdentity(pid=2**22 - 1, start_time_ticks=1, boot_id=boot_id()),
         url="http://127.0.0.1:8000",
     )
     return msgspec.structs.replace(base, **changes)
@@ -87,6 +92,31 @@ def test_remains_are_removed_by_their_mark(tmp_path: Path) -> None:
     assert [identity.pid for identity in remove_remains(left)] == [child.pid]
     assert child.wait(5) == -9
     assert list(tmp_path.iterdir()) == []
+
+
+def test_clearing_up_forgets_the_record_and_the_process_that_ran_the_platform(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    store = InstanceStore(tmp_path, "blue")
+    store.write(record(platform=process_identity(child.pid)))
+    killed, removed = clear_all(store, tmp_path)
+    assert [identity.pid for identity in killed] == [child.pid]
+    assert removed == []
+    assert child.wait(5) == -9
+    assert store.read() is None
+
+
+def test_before_a_start_remains_are_told_and_what_could_be_adopted_stays(tmp_path: Path) -> None:
+    arena = tmp_path / f"{shared_memory_prefix('blue')}cpu0-node-session.arena"
+    arena.write_bytes(b"x")
+    store = InstanceStore(tmp_path, "blue")
+    store.write(record())
+    said: list[str] = []
+    clear_remains(store, tmp_path, said.append)
+    assert said == [f"found {arena}, left by an earlier instance"]
+    assert store.read() is None
+    assert arena.exists()
+    assert clear_all(store, tmp_path) == ([], [arena])
+    assert not arena.exists()
 
 
 def test_a_folder_that_is_not_remoras_is_never_removed(tmp_path: Path) -> None:
