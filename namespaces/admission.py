@@ -137,6 +137,8 @@ class Admission:
             for block in reversed(matched):
                 ledger.drop(block)
             return plan
+        for block in matched:
+            block.holding.policy.hit(block)
         parts.placement.apply(plan, space)
         parts.room.charge(namespace, count * space.block_bytes)
         sequence = Sequence(admit, parts.running.next_no, namespace, space, realm)

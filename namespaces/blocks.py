@@ -34,7 +34,8 @@ fragmentation  it was guaranteed, but its nearly empty extent was the only way t
 class Block:
     """A block that is not free. Compared by identity."""
 
-    __slots__ = ("block_hash", "children", "extent", "holding", "index", "parent", "realm", "refs")
+    __slots__ = ("block_hash", "children", "extent", "holding", "index", "level", "parent", "rank", "realm", "refs",
+                 "stamp", "uses")  # fmt: skip
 
     def __init__(self, index: int, extent: Extent, holding: Holding) -> None:
         self.index = index
@@ -48,6 +49,12 @@ class Block:
         self.parent: Block | None = None
         #: Sealed blocks whose parent this is, by block index.
         self.children: dict[int, Block] | None = None
+        #: Notes of the eviction policy (namespaces/eviction.py).
+        self.uses = 0
+        self.stamp = 0
+        self.rank = 0
+        #: Priority of the sequence that used it last.
+        self.level = 0
 
 
 class BlockLedger:
@@ -94,7 +101,7 @@ class BlockLedger:
         """One more reference; a cached block leaves the eviction order."""
         if not block.refs:
             holding = block.holding
-            holding.policy.remove(block)
+            holding.policy.take(block)
             holding.used_blocks += 1
             size = holding.space.block_bytes
             holding.namespace.cached_bytes -= size
@@ -139,7 +146,7 @@ class BlockLedger:
             raise IntegrityError(f"block {block.index} is referenced, private or has children: it cannot be evicted")
         holding = block.holding
         namespace = holding.namespace
-        holding.policy.remove(block)
+        holding.policy.evict(block)
         namespace.cached_bytes -= holding.space.block_bytes
         namespace.evicted_blocks[cause] = namespace.evicted_blocks.get(cause, 0) + 1
         del block.realm.blocks[block.block_hash]
@@ -161,8 +168,8 @@ class BlockLedger:
             leaf = leaf.children[min(leaf.children)]
         other = leaf.holding
         if other is not holding:
-            holding.policy.remove(head)
-            other.policy.remove(leaf)
+            holding.policy.take(head)
+            other.policy.take(leaf)
             head.holding, leaf.holding = other, holding
             other.policy.add(head)
             holding.policy.add(leaf)
@@ -186,7 +193,7 @@ class BlockLedger:
         """Raises IntegrityError when a block's state contradicts its links or counts."""
         referenced = 0
         for holding in self.book.holdings():
-            cached = list(holding.policy.ordered())
+            cached = list(holding.policy.blocks())
             for block in cached:
                 if block.refs or block.block_hash is None or block.holding is not holding:
                     raise IntegrityError(f"block {block.index} is in an eviction order but is not cached there")

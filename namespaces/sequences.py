@@ -97,7 +97,9 @@ class Sequence:
 
     def release(self, ledger: BlockLedger) -> None:
         """Drops all references, tail first, so that children are older than their parents in the eviction order."""
+        level = self.admit.priority
         for position in range(len(self.blocks) - 1, -1, -1):
+            self.blocks[position].level = level
             ledger.drop(self.blocks[position])
             anchor = self.anchors.pop(position, None)
             if anchor is not None:

@@ -16,13 +16,12 @@ from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.leases import Lease
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
 from remora.namespaces.prefix_index import RealmKey
-from remora.namespaces.quotas import Holding
 from remora.namespaces.sequences import Claim, Sequence
 from remora.namespaces.waiting import Blocked, Parked
 from remora.platform.base.errors import JournalError
 from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
 
-_MAGIC = b"remora-pool-snapshot-1\n"
+_MAGIC = b"remora-pool-snapshot-2\n"
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +35,8 @@ class _Block(_Record, frozen=True, array_like=True):
     realm_no: int = -1
     block_hash: BlockHash = BlockHash(b"")
     parent: int = -1
+    #: Block.uses, stamp, rank and level.
+    notes: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class _Space(_Record, frozen=True, array_like=True):
@@ -58,8 +59,8 @@ class _Namespace(_Record, frozen=True, array_like=True):
     virtual_time: float
     counters: tuple[int, int, int, int]
     evicted_blocks: dict[str, int]
-    #: Cached blocks in the policy's order, by the order of their space.
-    cached: dict[int, list[int]]
+    #: EvictionPolicy.dump of each holding, by the order of its space.
+    policies: dict[int, bytes]
 
 
 class _Sequence(_Record, frozen=True, array_like=True):
@@ -145,7 +146,8 @@ def _freeze(parts: PoolParts) -> _Pool:
                 n.namespace_id, n.model_id, n.quota, n.tenant, n.share_group, n.virtual_time,
                 (n.lookup_tokens, n.hit_tokens, n.num_admitted, n.num_preempted),
                 dict(sorted(n.evicted_blocks.items())),
-                {order: cached for order in range(len(spaces)) if (cached := _cached(n.holdings, spaces[order]))},
+                {space.order: n.holdings[space.geometry_id].policy.dump()
+                 for space in spaces if space.geometry_id in n.holdings},
             )
             for n in parts.book.namespaces.values()
         ],
@@ -163,22 +165,18 @@ def _freeze(parts: PoolParts) -> _Pool:
     )  # fmt: skip
 
 
-def _cached(holdings: dict[str, Holding], space: GeometrySpace) -> list[int]:
-    holding = holdings.get(space.geometry_id)
-    return [block.index for block in holding.policy.ordered()] if holding is not None else []
-
-
 def _freeze_blocks(space: GeometrySpace, realm_nos: dict[RealmKey, int]) -> list[_Block]:
     records = []
     for extent in space.extents.values():
         for block in extent.blocks.values():
             order = block.holding.namespace.order
+            notes = (block.uses, block.stamp, block.rank, block.level)
             if block.block_hash is None or block.realm is None:
-                records.append(_Block(block.index, order, block.refs))
+                records.append(_Block(block.index, order, block.refs, notes=notes))
             else:
                 parent = block.parent.index if block.parent is not None else -1
                 realm_no = realm_nos[block.realm.key]
-                records.append(_Block(block.index, order, block.refs, realm_no, block.block_hash, parent))
+                records.append(_Block(block.index, order, block.refs, realm_no, block.block_hash, parent, notes))
     return sorted(records, key=lambda record: record.index)
 
 
@@ -239,6 +237,7 @@ def _thaw(pool: _Pool) -> PoolParts:
             extent.free_mask &= ~(1 << (item.index - extent.first_block))
             space.put(extent, block)
             block.refs = item.refs
+            block.uses, block.stamp, block.rank, block.level = item.notes
             if item.refs:
                 extent.num_referenced += 1
                 ledger.num_referenced += 1
@@ -252,10 +251,8 @@ def _thaw(pool: _Pool) -> PoolParts:
                 ledger.seal(found[item.index], realms[item.realm_no], item.block_hash, parent)
         blocks.append(found)
     for namespace, entry in zip(namespaces, pool.namespaces, strict=True):
-        for order, indices in entry.cached.items():
-            holding = ledger.holding(namespace, spaces[order])
-            for index in indices:
-                holding.policy.add(blocks[order][index])
+        for order, dump in entry.policies.items():
+            ledger.holding(namespace, spaces[order]).policy.load(dump, blocks[order])
     running = [sequence for record in pool.leases for sequence in _thaw_lease(parts, record, blocks)]
     for sequence in sorted(running, key=lambda sequence: sequence.admitted_no):
         parts.running.add(sequence)

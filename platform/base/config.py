@@ -76,7 +76,8 @@ class DeviceConfig(_Section):
     reserved_bytes: ByteSize | None = None
     #: CPU cores that engine steps use, one thread each; None: all the process may use.
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    eviction: Literal["lru"] = "lru"
+    #: Which cached block goes first: docs/eviction.md.
+    eviction: Literal["lru", "s3fifo", "arc"] = "lru"
 
 
 class ModelConfig(_Section):

@@ -44,6 +44,7 @@ from remora.namespaces.commands import (
     Wait,
 )
 from remora.namespaces.effects import Effect, ZeroBlocks
+from remora.namespaces.eviction import POLICY_NAMES
 from remora.namespaces.hashing import chain_hashes, chain_root, kv_fingerprint, next_hash, sharing_domain
 from remora.namespaces.journal import encode_record, read_journal
 from remora.namespaces.pool import PoolState, PoolStateConfig
@@ -104,10 +105,15 @@ class Client:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize()
-    def start(self) -> None:
+    @initialize(eviction=st.sampled_from(POLICY_NAMES))
+    def start(self, eviction: str) -> None:
         config = PoolStateConfig(
-            data_bytes=DATA_BYTES, extent_bytes=EXTENT_BYTES, reserved_bytes=100, max_leases=4, incarnation=3
+            data_bytes=DATA_BYTES,
+            extent_bytes=EXTENT_BYTES,
+            reserved_bytes=100,
+            max_leases=4,
+            incarnation=3,
+            eviction=eviction,
         )
         self.state = PoolState(config)
         self.now_s = 0.0
@@ -574,5 +580,5 @@ def units(block: int, block_bytes: int) -> range:
     return range(block * size, (block + 1) * size)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 test_a_pool_stays_sound_whatever_happens_in_whatever_order = PoolMachine.TestCase
