@@ -110,6 +110,16 @@ def test_frequencies_over_many_positions_are_those_of_the_distribution(params) -
     assert (deviation <= 5 * np.sqrt(expected * (1 - expected) / num_draws) + 1e-12).all()
 
 
+def test_plain_draws_fall_into_their_tokens_interval_over_the_whole_vocabulary() -> None:
+    logits = np.random.default_rng(8).normal(0, 1, VOCAB).astype(np.float32)
+    expected = reference_distribution(logits, SamplingParams())
+    cumulative = np.cumsum(expected)
+    for position in range(300):
+        token_id = sample_one(logits, row_of(SamplingParams(), position=position)).token_id
+        draw = uniform(1, 0, position)
+        assert cumulative[token_id] - expected[token_id] - 1e-5 <= draw <= cumulative[token_id] + 1e-5
+
+
 def test_case_24_a_row_is_sampled_alike_alone_and_with_any_neighbours() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (8, 1000)).astype(np.float32)
