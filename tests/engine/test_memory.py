@@ -108,11 +108,10 @@ def test_once_started_a_request_has_no_deadline_even_when_it_is_preempted(harnes
     one.step(6)
     clock.advance(60.0)
     one.finish()
-    outputs = [one.outputs[request_id, 0] for request_id in ids]
-    for i, output in enumerate(outputs):
-        if output.finish_reason != "error":
-            assert output.token_ids == expected_greedy(f"prompt {i:04d}", 24)
-    assert any(output.finish_reason == "length" for output in outputs)
+    assert one.engine.stats().num_preemptions > 0
+    for i, request_id in enumerate(ids):
+        assert one.outputs[request_id, 0].finish_reason == "length"
+        assert one.outputs[request_id, 0].token_ids == expected_greedy(f"prompt {i:04d}", 24)
 
 
 def test_one_namespace_that_is_full_does_not_hold_up_another(harness) -> None:
