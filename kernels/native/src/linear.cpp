@@ -131,8 +131,8 @@ void silu_row(const Call& call, int64_t row, int64_t panel, const float* values)
   }
   uint8_t* target = output.encoded.data + row * output.encoded.stride;
   for (int i = 0; i < BLOCK_COLUMNS; i += LANES) store_encoded(call.encoding, target, first + i, load(units + i));
-  if (first + BLOCK_COLUMNS >= num_units) {
-    const int64_t bytes = encoded_bytes(call.encoding), end = first + BLOCK_COLUMNS;
+  const int64_t bytes = encoded_bytes(call.encoding), end = first + BLOCK_COLUMNS;
+  if (end >= num_units && end < output.encoded_columns) {
     __builtin_memset(target + end * bytes, 0, static_cast<size_t>((output.encoded_columns - end) * bytes));
   }
 }
