@@ -1,0 +1,320 @@
+"""One session as a function of its events. The token log is the truth; KV is a cache of it.
+
+    Created ──► TurnBegun ──► Appended        a turn ended by itself: its tokens are in the log
+                    └───────► TurnAborted     a turn was given up: the log is as before
+    Forked (instead of Created) · Truncated · RangeRemoved · Pinned · OwnerChanged
+
+`apply(state, event) -> state` is total for events that `SessionBook` makes, and raises IntegrityError for any other: an
+event that does not fit the state means a damaged store. The version of a session is the number of its events.
+
+Epochs order writers. Every turn begins with a new epoch, EPOCHS_PER_TURN above the last: those between are for the
+attempts of one turn at several replicas. Whoever has an older epoch can neither commit here nor compute at a pool.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from remora.platform.base.errors import IntegrityError
+from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
+
+#: More than the attempts a router makes at one request, which count up from the turn's epoch.
+EPOCHS_PER_TURN: Final = 16
+TOKEN_BYTES: Final = 4
+#: chat: messages under the model's template; text: tokens as they were sent.
+TurnKind = Literal["chat", "text"]
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Tokens as little-endian 32-bit numbers: a quarter of the size of Python's, and one object."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Inverse of pack_tokens."""
+    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one turn lies in the log: prompt [start, prompt_end), answer [prompt_end, end)."""
+
+    kind: TurnKind
+    start: int
+    prompt_end: int
+    end: int
+    #: JSON of the messages that were sent; the answer's text is in the tokens.
+    messages_json: bytes = b"[]"
+    finish_reason: str = ""
+
+
+class OpenTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """The writer that has the session now."""
+
+    turn_id: str
+    epoch: Epoch
+    begun_s: float
+
+
+class EditRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A removal from the middle: KV behind `position` depends on tokens that are gone (design rule 4)."""
+
+    position: int
+    num_removed: int
+
+
+class SessionState(msgspec.Struct, frozen=True, kw_only=True):
+    """Immutable; a new one for every event."""
+
+    session_id: SessionId
+    model_id: ModelId
+    namespace_id: NamespaceId
+    tenant: str
+    #: Seconds without use after which the session goes; None: never.
+    ttl_s: float | None
+    priority: int
+    #: A turn is on disk before its end reaches the client.
+    durable: bool
+    pinned: bool = False
+    parent_id: SessionId | None = None
+    created_s: float
+    used_s: float
+    version: int = 1
+    epoch: Epoch
+    #: The replica that computed the last turn.
+    owner: ReplicaId | None = None
+    token_bytes: bytes = b""
+    turns: tuple[Turn, ...] = ()
+    edits: tuple[EditRecord, ...] = ()
+    open_turn: OpenTurn | None = None
+    #: Of the event that made the session, and of the last commit: a call that is said again is known by it.
+    call_id: str
+    last_turn_id: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_bytes) // TOKEN_BYTES
+
+    @property
+    def ends_in_prompt(self) -> bool:
+        """Whether a truncation left a prompt without its answer, or a part of a prompt."""
+        return bool(self.turns) and self.turns[-1].end <= self.turns[-1].prompt_end
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    at_s: float
+
+
+class Created(_Event, frozen=True, kw_only=True, tag=True):
+    session_id: SessionId
+    model_id: ModelId
+    namespace_id: NamespaceId
+    tenant: str
+    ttl_s: float | None
+    priority: int
+    durable: bool
+    #: Above that of any session of this name before.
+    epoch: Epoch
+    call_id: str
+
+
+class Forked(_Event, frozen=True, kw_only=True, tag=True):
+    """A new session with a copy of another's log up to a point. Complete in itself: the parent may go."""
+
+    created: Created
+    parent_id: SessionId
+    token_bytes: bytes
+    turns: tuple[Turn, ...]
+    edits: tuple[EditRecord, ...]
+
+
+class TurnBegun(_Event, frozen=True, kw_only=True, tag=True):
+    turn_id: str
+    epoch: Epoch
+
+
+class TurnAborted(_Event, frozen=True, kw_only=True, tag=True):
+    turn_id: str
+    reason: str
+
+
+class Appended(_Event, frozen=True, kw_only=True, tag=True):
+    """The open turn's prompt and answer."""
+
+    turn_id: str
+    epoch: Epoch
+    kind: TurnKind
+    prompt_bytes: bytes
+    output_bytes: bytes
+    messages_json: bytes
+    finish_reason: str
+    owner: ReplicaId | None
+
+
+class Truncated(_Event, frozen=True, kw_only=True, tag=True):
+    num_tokens: int
+
+
+class RangeRemoved(_Event, frozen=True, kw_only=True, tag=True):
+    """Tokens [start, end) left the middle. Reserved: no command makes it yet."""
+
+    start: int
+    end: int
+
+
+class Pinned(_Event, frozen=True, kw_only=True, tag=True):
+    pinned: bool
+
+
+class OwnerChanged(_Event, frozen=True, kw_only=True, tag=True):
+    """Compare-and-set: from exactly `old_epoch` to a higher one."""
+
+    old_epoch: Epoch
+    epoch: Epoch
+    owner: ReplicaId
+
+
+SessionEvent = Created | Forked | TurnBegun | TurnAborted | Appended | Truncated | RangeRemoved | Pinned | OwnerChanged
+
+
+def apply(state: SessionState | None, event: SessionEvent) -> SessionState:
+    """The state after the event. Raises IntegrityError for an event that does not follow from the state."""
+    if isinstance(event, Created):
+        _require(state is None, event)
+        return _created(event)
+    if isinstance(event, Forked):
+        _require(state is None, event)
+        return msgspec.structs.replace(
+            _created(event.created),
+            parent_id=event.parent_id,
+            token_bytes=event.token_bytes,
+            turns=event.turns,
+            edits=event.edits,
+        )
+    if state is None:
+        raise IntegrityError(f"{type(event).__name__} comes before the session's creation")
+    changes = _changes(state, event)
+    return msgspec.structs.replace(state, version=state.version + 1, **changes)
+
+
+def _created(event: Created) -> SessionState:
+    return SessionState(
+        session_id=event.session_id,
+        model_id=event.model_id,
+        namespace_id=event.namespace_id,
+        tenant=event.tenant,
+        ttl_s=event.ttl_s,
+        priority=event.priority,
+        durable=event.durable,
+        created_s=event.at_s,
+        used_s=event.at_s,
+        epoch=event.epoch,
+        call_id=event.call_id,
+    )
+
+
+def _changes(
+    state: SessionState,
+    event: TurnBegun | TurnAborted | Appended | Truncated | RangeRemoved | Pinned | OwnerChanged,
+) -> dict[str, object]:
+    turn = state.open_turn
+    match event:
+        case TurnBegun(turn_id=turn_id, epoch=epoch, at_s=at_s):
+            _require(turn is None and epoch >= state.epoch + EPOCHS_PER_TURN, event)
+            return {
+                "open_turn": OpenTurn(turn_id=turn_id, epoch=epoch, begun_s=at_s),
+                "epoch": epoch,
+                "used_s": max(state.used_s, at_s),
+            }
+        case TurnAborted(turn_id=turn_id):
+            _require(turn is not None and turn.turn_id == turn_id, event)
+            return {"open_turn": None}
+        case Appended():
+            _require(turn is not None and (turn.turn_id, turn.epoch) == (event.turn_id, event.epoch), event)
+            return _appended(state, event)
+        case Truncated(num_tokens=num_tokens):
+            _require(turn is None and 0 <= num_tokens <= state.num_tokens, event)
+            _require(not state.edits, event)
+            return {
+                "token_bytes": state.token_bytes[: num_tokens * TOKEN_BYTES],
+                "turns": cut_turns(state.turns, num_tokens),
+                "used_s": max(state.used_s, event.at_s),
+            }
+        case RangeRemoved(start=start, end=end):
+            _require(turn is None and 0 <= start < end <= state.num_tokens, event)
+            return {
+                "token_bytes": state.token_bytes[: start * TOKEN_BYTES] + state.token_bytes[end * TOKEN_BYTES :],
+                "turns": tuple(_without(each, start, end) for each in state.turns),
+                "edits": (*state.edits, EditRecord(position=start, num_removed=end - start)),
+            }
+        case Pinned(pinned=pinned):
+            return {"pinned": pinned}
+        case OwnerChanged(old_epoch=old_epoch, epoch=epoch, owner=owner):
+            _require(old_epoch == state.epoch < epoch, event)
+            return {
+                "epoch": epoch,
+                "owner": owner,
+                "open_turn": turn and msgspec.structs.replace(turn, epoch=epoch),
+            }
+
+
+def _appended(state: SessionState, event: Appended) -> dict[str, object]:
+    start = state.num_tokens
+    prompt_end = start + len(event.prompt_bytes) // TOKEN_BYTES
+    turn = Turn(
+        kind=event.kind,
+        start=start,
+        prompt_end=prompt_end,
+        end=prompt_end + len(event.output_bytes) // TOKEN_BYTES,
+        messages_json=event.messages_json,
+        finish_reason=event.finish_reason,
+    )
+    return {
+        "token_bytes": state.token_bytes + event.prompt_bytes + event.output_bytes,
+        "turns": (*state.turns, turn),
+        "open_turn": None,
+        "owner": event.owner or state.owner,
+        "last_turn_id": event.turn_id,
+        "used_s": max(state.used_s, event.at_s),
+    }
+
+
+def cut_turns(turns: tuple[Turn, ...], num_tokens: int) -> tuple[Turn, ...]:
+    """The turns of the first `num_tokens` tokens; the last may lose its end."""
+    kept = [turn for turn in turns if turn.start < num_tokens]
+    if kept and kept[-1].end > num_tokens:
+        last = kept[-1]
+        kept[-1] = msgspec.structs.replace(
+            last, prompt_end=min(last.prompt_end, num_tokens), end=num_tokens, finish_reason="truncated"
+        )
+    return tuple(kept)
+
+
+def _without(turn: Turn, start: int, end: int) -> Turn:
+    def moved(position: int) -> int:
+        return position - (min(max(position, start), end) - start)
+
+    return msgspec.structs.replace(
+        turn, start=moved(turn.start), prompt_end=moved(turn.prompt_end), end=moved(turn.end)
+    )
+
+
+def _require(condition: bool, event: SessionEvent) -> None:
+    if not condition:
+        raise IntegrityError(f"{type(event).__name__} does not follow from the session's state: {event}"[:500])
+
+
+def check_state(state: SessionState) -> None:
+    """Raises IntegrityError when the turns do not tile the log, or the writer's epoch is not the session's."""
+    position = 0
+    for turn in state.turns:
+        if not turn.start == position <= turn.prompt_end <= turn.end:
+            raise IntegrityError(f"session {state.session_id}: a turn starts at {turn.start}, not at {position}")
+        position = turn.end
+    if position != state.num_tokens or len(state.token_bytes) % TOKEN_BYTES:
+        raise IntegrityError(f"session {state.session_id}: turns end at {position} of {state.num_tokens} tokens")
+    if state.open_turn is not None and state.open_turn.epoch != state.epoch:
+        raise IntegrityError(f"session {state.session_id}: its open turn has another epoch")
