@@ -40,14 +40,23 @@ class ClusterAppArgs(BaseModel):
 
 
 def cluster_app(args: dict[str, Any]) -> serve.Application:
-    """Builds the application. Raises ConfigError; Serve shows the message in the application's status."""
+    """Builds the application, and tells living pools their quotas: Serve calls it once for every new configuration.
+
+    Raises ConfigError; Serve shows the message in the application's status, and what ran before runs on.
+    """
+    import ray
+
+    from remora.deployments.quota_update import update_quotas
     from remora.platform.app import build_app
 
     try:
         parsed = ClusterAppArgs.model_validate(args)
     except ValidationError as error:
         raise ConfigError(f"args of the Serve application: {error}") from None
-    return build_app(read_cluster_config(parsed))
+    config = read_cluster_config(parsed)
+    if ray.is_initialized():
+        update_quotas(config)
+    return build_app(config)
 
 
 def read_cluster_config(args: ClusterAppArgs, *, timeout_s: float = MOUNT_TIMEOUT_S) -> RemoraConfig:
