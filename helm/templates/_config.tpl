@@ -1,0 +1,73 @@
+{{/*
+The configuration as the pods get it: values.config, and what only the chart knows. Without num_threads an engine would
+start a thread per core of the node, whatever the pod's CPU limit: the smallest limit of the pods that hold the device,
+shared by the devices of such a pod.
+*/}}
+{{- define "remora.document" -}}
+{{- $config := deepCopy .Values.config -}}
+{{- $workers := .Values.workers -}}
+{{- $devices := list -}}
+{{- range $device := $config.devices -}}
+{{- if not $device.num_threads -}}
+{{- $threads := 0 -}}
+{{- range $workers -}}
+{{- if has $device.name .devices -}}
+{{- $own := max 1 (div (include "remora.cores" .resources.limits.cpu | int64) (len .devices)) -}}
+{{- $threads = ternary $own (min $threads $own) (eq (int64 $threads) 0) -}}
+{{- end -}}
+{{- end -}}
+{{- if $threads -}}
+{{- $device = set (deepCopy $device) "num_threads" $threads -}}
+{{- end -}}
+{{- end -}}
+{{- $devices = append $devices $device -}}
+{{- end -}}
+{{- $config = set $config "devices" $devices -}}
+{{- if .Values.collector.enabled -}}
+{{- $telemetry := dict "otlp_endpoint" "http://127.0.0.1:4317" "otlp_protocol" "grpc" -}}
+{{- $config = set $config "telemetry" (mergeOverwrite (default dict $config.telemetry) $telemetry) -}}
+{{- end -}}
+{{- toYaml $config -}}
+{{- end -}}
+
+{{/* What pools read once, when they are created: only new pods take another value of it. */}}
+{{- define "remora.poolDigest" -}}
+{{- $devices := (include "remora.document" . | fromYaml).devices -}}
+{{- dict "cluster" .Values.config.cluster "devices" $devices | toJson | sha256sum -}}
+{{- end -}}
+
+{{- define "remora.stateDir" -}}
+{{- default "/var/lib/remora" .Values.config.cluster.state_dir -}}
+{{- end -}}
+
+{{/* Custom Ray resource that marks the nodes of a device. */}}
+{{- define "remora.deviceResource" -}}
+remora_device_{{ . }}
+{{- end -}}
+
+{{- define "remora.serveConfig" -}}
+{{- $document := include "remora.document" . -}}
+proxy_location: EveryNode
+http_options:
+  host: {{ .Values.config.http.host | quote }}
+  port: {{ int .Values.config.http.port }}
+logging_config:
+  log_level: WARNING
+  enable_access_log: false
+applications:
+  - name: remora
+    route_prefix: /
+    import_path: remora.platform.cluster_app:cluster_app
+    args:
+      config: /etc/remora/remora.yaml
+      # Changes with the configuration, so that Serve rolls the replicas over in place.
+      sha256: {{ sha256sum $document }}
+    deployments:
+      {{- range .Values.config.models }}
+      - name: {{ .name | quote }}
+        ray_actor_options:
+          num_cpus: 0.01
+          # On a node that holds the model's device.
+          resources: {{ dict (include "remora.deviceResource" (default "cpu0" .device)) 1 | toJson }}
+      {{- end }}
+{{- end -}}
