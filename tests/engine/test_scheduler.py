@@ -187,3 +187,18 @@ def test_a_running_sequence_holds_one_block_more_than_it_needs_and_never_more_th
         needed = -(-sequence.num_tokens // BLOCK_TOKENS)
         assert needed <= sequence.num_blocks <= min(needed + 1, 10)
     one.finish()
+
+
+def test_behind_a_parked_request_only_more_urgent_ones_of_its_namespace_are_asked_for(harness) -> None:
+    one = harness(num_blocks=16)
+    one.submit("a" * 40, max_tokens=20)
+    one.step(2)
+    for i in range(3):
+        one.submit(f"{i}" * 40, max_tokens=3)
+    one.step(3)
+    assert one.engine.stats().num_parked == 1
+    one.submit("u" * 40, max_tokens=3, priority=1)
+    one.step(3)
+    assert one.engine.stats().num_parked == 2
+    assert one.engine.stats().num_waiting == 4
+    one.finish()
