@@ -16,7 +16,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_NATIVE_DIR = Path("kernels") / "native"
+#: Below the package root: a link in a checkout, real folders in a source archive, which follows links.
+_NATIVE_DIR = Path("remora") / "kernels" / "native"
+_PACKAGE_ROOT = ".src"
 
 
 class NativeKernelsHook(BuildHookInterface):  # type: ignore[misc]
@@ -28,7 +30,7 @@ class NativeKernelsHook(BuildHookInterface):  # type: ignore[misc]
         if os.environ.get("REMORA_SKIP_NATIVE") == "1":
             return
         native_build = _load_build_module(Path(self.root))
-        in_place = Path(self.root) / _NATIVE_DIR / native_build.LIBRARY_NAME
+        in_place = Path(self.root) / _PACKAGE_ROOT / _NATIVE_DIR / native_build.LIBRARY_NAME
         try:
             if version == "editable":
                 if native_build.is_stale(in_place):
@@ -36,7 +38,7 @@ class NativeKernelsHook(BuildHookInterface):  # type: ignore[misc]
             else:
                 # Compiled anew: what lies in place may be for this machine's processor only.
                 library = native_build.build(Path(self._temporary_dir()) / in_place.name)
-                target = Path("remora") / _NATIVE_DIR / in_place.name
+                target = _NATIVE_DIR / in_place.name
                 build_data["force_include"][str(library)] = target.as_posix()
         except native_build.BuildError as error:
             if version == "editable":
@@ -66,7 +68,7 @@ def _platform_tag() -> str:
 
 def _load_build_module(root: Path) -> Any:
     """kernels/native/build.py, which cannot be imported by name before the package is installed."""
-    path = root / _NATIVE_DIR / "build.py"
+    path = root / _PACKAGE_ROOT / _NATIVE_DIR / "build.py"
     spec = importlib.util.spec_from_file_location("remora_native_build", path)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(path)
