@@ -24,6 +24,7 @@ _COMMANDS = {
     "ns": "ns",
     "trace": "trace",
     "bench": "bench",
+    "replay": "replay",
     "validate": "models",
     "pull": "models",
 }

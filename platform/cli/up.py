@@ -102,7 +102,7 @@ def _run(platform: LocalPlatform, config: RemoraConfig, progress: Progress) -> i
             # Nobody would answer an orderly end: the supervisor ends what is left.
             click.echo("remora: Ray ended by itself; stopping everything", err=True)
             return 1
-    except _StopRequested:
+    except (_StopRequested, SystemExit):  # Ray answers SIGTERM by SystemExit until our handlers are back
         pass
     except BaseException:
         _stop(platform, signals, progress)
