@@ -157,6 +157,9 @@ class RequestBook:
     def admit(self, now_s: float) -> None:
         """Asks the pool for the next sequences, as many as there are places in the batch."""
         while (sequence := self._scheduler.next_to_admit()) is not None:
+            # The pool's line is first come first served: a less urgent one must not stand before it.
+            for parked in self._scheduler.parked_of(sequence.namespace_id):
+                self._take_back(parked)
             self._scheduler.set_admitting(sequence)
             sequence.spans.asked()
             deadline_s = None if sequence.live.has_started else sequence.live.deadline_s
@@ -192,7 +195,18 @@ class RequestBook:
         sequence.spans.answered(sequence, "admitted", num_cached_tokens=num_cached)
 
     def on_parked(self, sequence: Sequence) -> None:
-        self._scheduler.set_parked(sequence)
+        """One of a namespace waits at the pool, for its line; the others wait here, where priorities count and no
+        place is promised. Several can be parked at once when they were asked for before the first answer came."""
+        if self._scheduler.parked_of(sequence.namespace_id):
+            self._take_back(sequence)
+        else:
+            self._scheduler.set_parked(sequence)
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """Withdraws an admission; the sequence goes back to its place in the queue."""
+        self._scheduler.withdraw(sequence, Phase.HELD)
+        self.link.release(sequence)
+        self._scheduler.enqueue(sequence)
 
     def on_over_quota(self, sequence: Sequence, answer: OverQuota) -> None:
         sequence.spans.answered(sequence, "over_quota")
@@ -213,9 +227,7 @@ class RequestBook:
         self.has_preempted = True
         self.counters.num_preemptions += 1
         sequence.num_preemptions += 1
-        self._scheduler.withdraw(sequence, Phase.HELD)
-        self.link.release(sequence)
-        self._scheduler.enqueue(sequence)
+        self._take_back(sequence)
 
     def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
         kind = getattr(errors, refused.error, None)

@@ -79,6 +79,10 @@ class Scheduler:
 
     # ---- admission
 
+    def parked_of(self, namespace_id: NamespaceId) -> list[Sequence]:
+        """The namespace's sequences that the pool has parked."""
+        return [sequence for sequence in self.parked if sequence.namespace_id == namespace_id]
+
     def next_to_admit(self) -> Sequence | None:
         """The next sequence to ask the pool for, while there is a slot in the batch; None otherwise.
 
@@ -87,9 +91,7 @@ class Scheduler:
         """
         if not len(self.waiting) or len(self.running) + len(self.admitting) >= self._config.max_num_seqs:
             return None
-        parked: dict[NamespaceId, int] = {}
-        for sequence in self.parked:
-            parked[sequence.namespace_id] = max(sequence.priority, parked.get(sequence.namespace_id, sequence.priority))
+        parked = {sequence.namespace_id: sequence.priority for sequence in self.parked}
         return self.waiting.pop(lambda namespace_id, priority: priority > parked.get(namespace_id, priority - 1))
 
     # ---- the step

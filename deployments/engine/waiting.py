@@ -86,15 +86,17 @@ class WaitingQueue:
     # ---- the queue
 
     def push(self, sequence: Sequence) -> None:
-        """At the end of its namespace's queue; one that ran before, at the front."""
+        """At the end of its namespace's queue; one that was in the queue before, back to where it stood, and one that
+        has run already before all that have not."""
         queue = self._queues.setdefault(sequence.priority, {}).setdefault(sequence.namespace_id, deque())
-        if sequence.num_preemptions:
-            queue.appendleft(sequence)
-        else:
+        self._num_waiting += 1
+        if sequence.arrival_no == 0:
             self._next_arrival_no += 1
             sequence.arrival_no = self._next_arrival_no
             queue.append(sequence)
-        self._num_waiting += 1
+            return
+        place = _place(sequence)
+        queue.insert(next((i for i, other in enumerate(queue) if _place(other) > place), len(queue)), sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence that waits. Raises ValueError if it does not."""
@@ -148,3 +150,7 @@ class WaitingQueue:
             del queues[taken.namespace_id]
         if not queues:
             del self._queues[taken.priority]
+
+
+def _place(sequence: Sequence) -> tuple[bool, int]:
+    return (sequence.num_preemptions == 0, sequence.arrival_no)

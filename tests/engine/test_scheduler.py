@@ -189,16 +189,23 @@ def test_a_running_sequence_holds_one_block_more_than_it_needs_and_never_more_th
     one.finish()
 
 
-def test_behind_a_parked_request_only_more_urgent_ones_of_its_namespace_are_asked_for(harness) -> None:
+def test_one_of_a_namespace_waits_at_the_pool_and_it_is_the_most_urgent(harness) -> None:
     one = harness(num_blocks=16)
-    one.submit("a" * 40, max_tokens=20)
+    first = one.submit("a" * 40, max_tokens=20)
     one.step(2)
-    for i in range(3):
-        one.submit(f"{i}" * 40, max_tokens=3)
+    others = [one.submit(f"{i}" * 40, max_tokens=3) for i in range(3)]
     one.step(3)
-    assert one.engine.stats().num_parked == 1
-    one.submit("u" * 40, max_tokens=3, priority=1)
+    assert (one.engine.stats().num_parked, one.engine.stats().num_waiting) == (1, 3)
+    urgent = one.submit("u" * 40, max_tokens=3, priority=1)
     one.step(3)
-    assert one.engine.stats().num_parked == 2
-    assert one.engine.stats().num_waiting == 4
+    assert (one.engine.stats().num_parked, one.engine.stats().num_waiting) == (1, 4)
     one.finish()
+    assert order_of_ends(one) == [first, urgent, *others]
+
+
+def test_requests_that_the_pool_parked_all_at_once_keep_their_order(harness) -> None:
+    one = harness(num_blocks=16, delivery="manual")
+    ids = [one.submit(f"{i}" * 40, max_tokens=3) for i in range(6)]
+    one.step(1)  # all are asked for before the first answer comes
+    one.finish()
+    assert order_of_ends(one) == ids

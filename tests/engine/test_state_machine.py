@@ -89,6 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.one.engine.check_integrity()
             self.one.pool.device.state.check_integrity()
             assert not self.one.fenced
+            parked = [sequence.namespace_id for sequence in self.one.engine._scheduler.parked]
+            assert len(parked) == len(set(parked)), "one of a namespace waits at the pool"
 
     def teardown(self) -> None:
         if not hasattr(self, "one"):
