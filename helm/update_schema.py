@@ -15,7 +15,16 @@ def config_definitions() -> dict[str, Any]:
     """JSON schema of every section, by the name of its class."""
     schema = RemoraConfig.model_json_schema(ref_template="#/$defs/{model}")
     sections: dict[str, Any] = schema.pop("$defs")
-    return {**sections, RemoraConfig.__name__: schema}
+    definitions: dict[str, Any] = _bare({**sections, RemoraConfig.__name__: schema})
+    return definitions
+
+
+def _bare(node: Any) -> Any:
+    """Without titles and descriptions: docs/configuration.md has better ones."""
+    if isinstance(node, dict):
+        texts = ("title", "description")
+        return {name: _bare(child) for name, child in node.items() if name not in texts or not isinstance(child, str)}
+    return [_bare(child) for child in node] if isinstance(node, list) else node
 
 
 def updated(text: str) -> str:

@@ -1,0 +1,95 @@
+"""How tests find their way through rendered manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+CHART_DIR = ROOT / "helm"
+VALUES_DIR = Path(__file__).parent / "values"
+VALUE_SETS = ("default", *sorted(path.stem for path in VALUES_DIR.glob("*.yaml")))
+
+Manifest = dict[str, Any]
+Manifests = list[Manifest]
+Render = Callable[..., Manifests]
+
+
+class Pod(NamedTuple):
+    name: str
+    labels: dict[str, str]
+    spec: dict[str, Any]
+
+    @property
+    def containers(self) -> list[dict[str, Any]]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """A value set by its name; `default` is the chart's own."""
+    if name == "default":
+        return {}
+    loaded: dict[str, Any] = yaml.safe_load((VALUES_DIR / f"{name}.yaml").read_text())
+    return loaded
+
+
+def of_kind(manifests: Manifests, kind: str) -> Manifests:
+    return [manifest for manifest in manifests if manifest["kind"] == kind]
+
+
+def named(manifests: Manifests, kind: str, suffix: str = "") -> Manifest:
+    (found,) = [each for each in of_kind(manifests, kind) if each["metadata"]["name"].endswith(suffix)]
+    return found
+
+
+def ray_service(manifests: Manifests) -> dict[str, Any]:
+    spec: dict[str, Any] = named(manifests, "RayService")["spec"]
+    return spec
+
+
+def groups_of(manifests: Manifests) -> dict[str, dict[str, Any]]:
+    """Worker groups by name."""
+    return {group["groupName"]: group for group in ray_service(manifests)["rayClusterConfig"]["workerGroupSpecs"]}
+
+
+def pods_of(manifests: Manifests) -> Iterator[Pod]:
+    """Every pod that the release makes: head, worker groups, test."""
+    head = ray_service(manifests)["rayClusterConfig"]["headGroupSpec"]["template"]
+    yield Pod("head", head["metadata"]["labels"], head["spec"])
+    for name, group in groups_of(manifests).items():
+        yield Pod(name, group["template"]["metadata"]["labels"], group["template"]["spec"])
+    for manifest in of_kind(manifests, "Pod"):
+        yield Pod("test", manifest["metadata"]["labels"], manifest["spec"])
+
+
+def serve_config(manifests: Manifests) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(ray_service(manifests)["serveConfigV2"])
+    return loaded
+
+
+def document_text(manifests: Manifests) -> str:
+    """The configuration as pods get it."""
+    text: str = named(manifests, "ConfigMap", "-config")["data"]["remora.yaml"]
+    return text
+
+
+def volume(pod: Pod, name: str) -> dict[str, Any]:
+    (found,) = [each for each in pod.spec["volumes"] if each["name"] == name]
+    loaded: dict[str, Any] = found
+    return loaded
+
+
+def replaced(values: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    """A copy with `value` at a dotted path; numbers are list indices."""
+    import copy
+
+    changed = copy.deepcopy(values)
+    *parents, last = path.split(".")
+    here: Any = changed
+    for part in parents:
+        here = here[int(part)] if isinstance(here, list) else here.setdefault(part, {})
+    here[int(last) if isinstance(here, list) else last] = value
+    return changed
