@@ -10,11 +10,14 @@ already given those requests to another replica, or sends them again.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest, TokenDelta
 from remora.platform.base.errors import IntegrityError, Unavailable
 from remora.platform.base.ids import ReplicaId, RequestId, RouterId
+
+logger = logging.getLogger(__name__)
 
 #: A silent feed sends an empty message this often, so that the other side can tell idle from dead.
 HEARTBEAT_S = 1.0
@@ -115,6 +118,7 @@ class FeedHub:
         if feed is not None:
             feed.closed = True
             feed.wake.set()
+            logger.info("feed of router %s ended with %d requests open", router_id, len(feed.num_open_choices))
             self._on_abandoned(tuple(feed.num_open_choices))
 
     def close_all(self) -> None:

@@ -49,7 +49,7 @@ def test_every_listening_socket_is_on_loopback(platform: Any) -> None:
                 continue
             inode = target.removeprefix("socket:[").removesuffix("]")
             if target.startswith("socket:[") and inode in listening:
-                seen[listening[inode]] = command_of(pid)
+                seen[listening[inode]] = f"{pid}: {command_of(pid)}"
     ports = {int(each.partition(":")[2], 16) for each in seen}
     assert platform.config.http.port in ports, "the test sees the platform's sockets"
     assert len(seen) > 5
