@@ -1,0 +1,49 @@
+"""The image cannot be built where tests run; what can be checked without is."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = (ROOT / "Dockerfile").read_text()
+_HEAD, BUILD, FINAL = TEXT.split("\nFROM ")
+SET_UP = (ROOT / ".ci" / "set-up").read_text()
+
+
+def test_it_installs_the_versions_that_the_integration_installs() -> None:
+    for argument, variable in (("TORCH_VERSION", "torch_version"), ("MODEL_PACKAGE", "model_package")):
+        (in_image,) = re.findall(rf"^ARG {argument}=(.*)$", BUILD, re.MULTILINE)
+        (in_set_up,) = re.findall(rf"^{variable}=(.*)$", SET_UP, re.MULTILINE)
+        assert in_image == in_set_up
+    assert re.findall(r"https://\S+/whl/cpu", BUILD) == re.findall(r"https://\S+/whl/cpu", SET_UP)
+
+
+def test_both_stages_have_a_python_that_the_project_supports() -> None:
+    images = re.findall(r"^FROM (python:(3\.\d+)-slim-\w+)", TEXT, re.MULTILINE)
+    assert len(images) == 2
+    assert len(set(images)) == 1
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        wanted = tomllib.load(file)["project"]["requires-python"]
+    low, high = (int(minor) for minor in re.findall(r"3\.(\d+)", wanted))
+    minor = int(images[0][1].partition(".")[2])
+    assert low <= minor < high
+    assert f"/opt/remora/lib/python3.{minor}/" in BUILD
+
+
+def test_the_image_runs_without_root_and_without_build_tools() -> None:
+    assert "g++" in BUILD
+    assert not re.search(r"g\+\+|apt-get|pip install", FINAL)
+    assert re.search(r"^USER 1000:1000$", FINAL, re.MULTILINE)
+
+
+def test_the_native_library_has_the_name_that_the_build_gives_it() -> None:
+    (name,) = re.findall(r"kernels/native/(\w+\.so)", BUILD)
+    assert f'LIBRARY_NAME = "{name}"' in (ROOT / "kernels" / "native" / "build.py").read_text()
+
+
+def test_what_the_package_is_built_from_gets_into_the_build() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    rooms = {path.name for path in (ROOT / ".src" / "remora").iterdir() if path.is_symlink()}
+    assert kept == rooms | {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".src"}
