@@ -1,0 +1,294 @@
+"""NativeDecoder against the torch reference (which its own tests hold against transformers), at every level."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from remora.kernels.base import DecoderShape, WeightPrecision
+from remora.kernels.batch import StepBatch
+from remora.kernels.native.decoder import NativeDecoder
+from remora.kernels.native.library import LEVEL_VARIABLE, LIBRARY_VARIABLE
+from remora.kernels.reference.decoder import TorchDecoder
+from remora.kernels.registry import make_decoder
+from remora.namespaces.geometry import KVGeometry, LayerGroup
+from remora.platform.base.errors import KernelError
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+LLAMA = DecoderShape(
+    num_layers=2,
+    hidden_size=90,
+    intermediate_size=150,
+    num_attention_heads=3,
+    num_kv_heads=1,
+    head_dim=64,
+    vocab_size=211,
+    rms_norm_eps=1e-5,
+    weights="fp32",
+)
+SHAPES = {
+    "llama, groups of 3": LLAMA,
+    "llama, one group each, 80": replace(LLAMA, num_attention_heads=2, num_kv_heads=2, head_dim=80),
+    "qwen2, groups of 4, 128": replace(LLAMA, num_attention_heads=8, num_kv_heads=2, head_dim=128, qkv_bias=True),
+    "qwen3, groups of 8, 96": replace(LLAMA, num_attention_heads=8, head_dim=96, qk_norm=True),
+    "every bias": replace(
+        LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True, attention_scale=0.11, rope_attention_factor=1.2
+    ),
+}
+
+
+@pytest.fixture
+def own_build(native_library: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library as users have it, with the best level of this machine."""
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(native_library(False)))
+
+
+class Memory:
+    """A private arena full of NaN, as stale bytes may be."""
+
+    def __init__(self, geometry: KVGeometry, num_blocks: int) -> None:
+        self.geometry = geometry
+        self.data: NDArray[np.uint8] = np.full(num_blocks * geometry.block_bytes, 0xFF, np.uint8)
+
+
+def make_geometry(shape: DecoderShape, kv: str = "fp32", block_tokens: int = 16) -> KVGeometry:
+    group = LayerGroup(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        k_precision=kv,  # type: ignore[arg-type]
+        v_precision=kv,  # type: ignore[arg-type]
+    )
+    return KVGeometry(groups=(group,), block_tokens=block_tokens)
+
+
+def make_weights(shape: DecoderShape, *, tied: bool = False) -> dict[str, torch.Tensor]:
+    """Random weights that bf16 holds exactly, so that precisions differ by their arithmetic alone."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*size: int, mean: float = 0.0, std: float = 0.1) -> torch.Tensor:
+        return (torch.randn(*size, generator=generator) * std + mean).to(torch.bfloat16)
+
+    hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    q_size = shape.num_attention_heads * dim
+    qkv_size = q_size + 2 * shape.num_kv_heads * dim
+    weights = {
+        "embed": normal(shape.vocab_size, hidden, std=1.0),
+        "final_norm": normal(hidden, mean=1.0, std=0.3),
+        "rope_inv_freq": 10000.0 ** -(torch.arange(0, dim, 2) / dim),
+    }
+    if not tied:
+        weights["lm_head"] = normal(shape.vocab_size, hidden)
+    for index in range(shape.num_layers):
+        layer = {
+            "input_norm": normal(hidden, mean=1.0, std=0.3),
+            "post_norm": normal(hidden, mean=1.0, std=0.3),
+            "qkv": normal(qkv_size, hidden),
+            "o": normal(hidden, q_size),
+            "gate_up": normal(2 * inner, hidden),
+            "down": normal(hidden, inner),
+        }
+        if shape.qkv_bias:
+            layer["qkv_bias"] = normal(qkv_size)
+        if shape.output_bias:
+            layer["o_bias"] = normal(hidden)
+        if shape.mlp_bias:
+            layer["gate_up_bias"], layer["down_bias"] = normal(2 * inner), normal(hidden)
+        if shape.qk_norm:
+            layer["q_norm"], layer["k_norm"] = normal(dim, mean=1.0, std=0.3), normal(dim, mean=1.0, std=0.3)
+        weights.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
+    return weights
+
+
+def make_native(
+    shape: DecoderShape, level: str | None = None, *, kv: str = "fp32", num_threads: int = 2, tied: bool = False
+) -> NativeDecoder:
+    return NativeDecoder(shape, make_weights(shape, tied=tied), make_geometry(shape, kv), num_threads, level=level)
+
+
+def run(
+    decoder: NativeDecoder | TorchDecoder, memory: Memory, tokens: Int32, blocks: Int32, ends: list[int]
+) -> Float32:
+    """All logits of one sequence whose prompt is cut at `ends`."""
+    batch = StepBatch(max_tokens=len(tokens), max_sequences=1, max_blocks=len(blocks))
+    parts, start = [], 0
+    for end in ends:
+        batch.clear()
+        batch.add(tokens[start:end], first_position=start, blocks=blocks, logits="all")
+        parts.append(decoder.forward(batch, memory).copy())
+        start = end
+    return np.concatenate(parts)
+
+
+def random_tokens(shape: DecoderShape, count: int, seed: int = 0) -> Int32:
+    return np.random.default_rng(seed).integers(0, shape.vocab_size, count).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kv", ["fp32", "bf16"])
+def test_fp32_logits_equal_the_reference_of_every_family(level: str, name: str, kv: str) -> None:
+    shape = SHAPES[name]
+    geometry, tokens, blocks = make_geometry(shape, kv), random_tokens(shape, 70), np.array([4, 0, 6, 2, 1], np.int32)
+    expected = run(TorchDecoder(shape, make_weights(shape), geometry, 1), Memory(geometry, 7), tokens, blocks, [70])
+    logits = run(make_native(shape, level, kv=kv), Memory(geometry, 7), tokens, blocks, [70])
+    # A value of K or V that lies between two of bf16 may be rounded either way.
+    assert np.abs(logits - expected).max() < (1e-4 if kv == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("weights", "bound"), [("bf16", 0.03), ("int8", 0.1)])
+def test_rounded_weights_stay_near_their_reference(
+    level: str, weights: WeightPrecision, bound: float, tied: bool
+) -> None:
+    shape = replace(LLAMA, weights=weights)
+    geometry, tokens, blocks = make_geometry(shape), random_tokens(shape, 70), np.arange(5, dtype=np.int32)
+    reference = TorchDecoder(shape, make_weights(shape, tied=tied), geometry, 1)
+    expected = run(reference, Memory(geometry, 5), tokens, blocks, [70])
+    logits = run(make_native(shape, level, tied=tied), Memory(geometry, 5), tokens, blocks, [70])
+    assert np.abs(logits - expected).max() < bound * expected.std()
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
+def test_a_row_has_the_same_bits_however_its_prompt_is_cut_and_whoever_runs_beside_it(
+    level: str, weights: WeightPrecision
+) -> None:
+    shape = replace(LLAMA, weights=weights)
+    tokens, blocks = random_tokens(shape, 70), np.array([4, 0, 6, 2, 1], np.int32)
+    decoder = make_native(shape, level, kv="bf16")
+    memory = Memory(make_geometry(shape, "bf16"), 40)
+    whole = run(decoder, memory, tokens, blocks, [70])
+    kept = memory.data.copy()
+    one_thread = make_native(shape, level, kv="bf16", num_threads=1)
+    for other, ends in [(one_thread, [70]), (decoder, [1, 2, 33, 64, 70]), (one_thread, list(range(1, 71)))]:
+        memory.data[:] = 0xFF
+        assert (run(other, memory, tokens, blocks, ends) == whole).all()
+        assert (memory.data == kept).all()
+
+    batch = StepBatch(max_tokens=200, max_sequences=9, max_blocks=5)
+    rng = np.random.default_rng(3)
+    free = iter(rng.permutation(np.arange(7, 40)).astype(np.int32))
+    for length in (1, 17, 30, 2):
+        own = [next(free) for _ in range(-(-length // 16))]
+        batch.add(random_tokens(shape, length, seed=length), first_position=0, blocks=own)
+    rows = batch.add(tokens[64:], first_position=64, blocks=blocks, logits="all")
+    batch.add(random_tokens(shape, 48), first_position=0, blocks=[next(free) for _ in range(3)])
+    assert (decoder.forward(batch, memory)[rows] == whole[64:]).all()
+
+
+def test_what_cannot_be_run_is_refused_before_anything_is_written(own_build: None) -> None:
+    decoder = make_native(LLAMA)
+    memory = Memory(make_geometry(LLAMA), 4)
+    batch = StepBatch(max_tokens=32, max_sequences=2, max_blocks=2)
+    for tokens, blocks, message in [([5] * 17, [1, 4], "block 4"), ([5], [-1], "block -1"), ([211], [0], "vocabulary")]:
+        batch.clear()
+        batch.add([1], first_position=0, blocks=[0])
+        batch.add(tokens, first_position=0, blocks=blocks)
+        with pytest.raises(KernelError, match=message):
+            decoder.forward(batch, memory)
+    for spoil, message in [
+        (lambda: batch.positions_T.__setitem__(1, 7), "positions"),
+        (lambda: batch.logit_rows_R.__setitem__(0, 2), "logit row"),
+        (lambda: batch.context_len_S.__setitem__(1, 40), "positions"),
+        (lambda: batch.query_start_S.__setitem__(2, 1), "query_start"),
+    ]:
+        batch.clear()
+        batch.add([1], first_position=0, blocks=[0])
+        batch.add([2], first_position=0, blocks=[1])
+        spoil()
+        with pytest.raises(KernelError, match=message):
+            decoder.forward(batch, memory)
+    batch.clear()
+    with pytest.raises(KernelError, match="without tokens"):
+        decoder.forward(batch, memory)
+    batch.add([1], first_position=0, blocks=[0])
+    with pytest.raises(KernelError, match="geometry"):
+        decoder.forward(batch, Memory(make_geometry(LLAMA, block_tokens=32), 4))
+    assert (memory.data == 0xFF).all()
+
+
+def test_weights_and_shapes_that_do_not_fit_are_refused_by_name(own_build: None) -> None:
+    weights, geometry = make_weights(LLAMA), make_geometry(LLAMA)
+
+    def make(shape: DecoderShape = LLAMA, **changed: torch.Tensor | None) -> NativeDecoder:
+        given = {name: tensor for name, tensor in {**weights, **changed}.items() if tensor is not None}
+        return NativeDecoder(shape, given, geometry, 1)
+
+    with pytest.raises(KernelError, match=r"layers\.1\.down is missing"):
+        make(**{"layers.1.down": None})
+    with pytest.raises(KernelError, match=r"layers\.0\.qkv has 320 x 91 values, not 320 x 90"):
+        make(**{"layers.0.qkv": torch.zeros(320, 91)})
+    with pytest.raises(KernelError, match="shape has not"):
+        make(**{"layers.0.q_norm": torch.zeros(64)})
+    with pytest.raises(KernelError, match="wte"):
+        make(wte=torch.zeros(4))
+    with pytest.raises(KernelError, match="no such layer"):
+        make(**{"layers.2.o": torch.zeros(90, 192)})
+    with pytest.raises(KernelError, match="does not fit"):
+        make(replace(LLAMA, num_layers=3))
+    odd = replace(LLAMA, head_dim=40)
+    with pytest.raises(KernelError, match="head_dim 40"):
+        NativeDecoder(odd, make_weights(odd), make_geometry(odd), 1)
+    with pytest.raises(KernelError, match="num_threads"):
+        NativeDecoder(LLAMA, weights, geometry, 0)
+
+
+def test_the_environment_forces_a_level(own_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEVEL_VARIABLE, "portable")
+    decoder = make_native(LLAMA)
+    assert (decoder.level, decoder.name, decoder.batch_invariant) == ("portable", "native-portable-fp32", True)
+    monkeypatch.setenv(LEVEL_VARIABLE, "sse9")
+    with pytest.raises(KernelError, match=r"REMORA_NATIVE_ISA is sse9; this machine has .*portable"):
+        make_native(LLAMA)
+
+
+def test_the_registry_takes_native_kernels_or_warns(
+    own_build: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights, geometry = make_weights(LLAMA), make_geometry(LLAMA)
+    assert isinstance(make_decoder(LLAMA, weights, geometry, num_threads=1), NativeDecoder)
+    assert isinstance(make_decoder(LLAMA, weights, geometry, num_threads=1, backend="reference"), TorchDecoder)
+    assert not caplog.records
+    monkeypatch.setenv(LIBRARY_VARIABLE, "/nowhere/library.so")
+    assert isinstance(make_decoder(LLAMA, weights, geometry, num_threads=1), TorchDecoder)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "remora.kernels.native.build" in caplog.text
+    with pytest.raises(KernelError, match="nowhere"):
+        make_decoder(LLAMA, weights, geometry, num_threads=1, backend="native")
+
+
+def test_decoders_run_side_by_side_and_leave_no_thread(own_build: None) -> None:
+    def num_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    tokens, blocks = random_tokens(LLAMA, 70), np.arange(5, dtype=np.int32)
+    before = num_threads()
+    expected = run(make_native(LLAMA), Memory(make_geometry(LLAMA), 5), tokens, blocks, [70])
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        decoder = make_native(LLAMA, num_threads=2 + index % 2)
+        for _ in range(5):
+            if (run(decoder, Memory(make_geometry(LLAMA), 5), tokens, blocks, [30, 70]) != expected).any():
+                wrong.append(index)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+    deadline_s = time.monotonic() + 10  # a thread that was joined may still be on its way out
+    while num_threads() > before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert num_threads() == before
