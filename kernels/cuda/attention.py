@@ -1,0 +1,147 @@
+"""Paged attention on a device, and the merge of two results.
+
+Shapes: T tokens of the step, S sequences, Q query heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+from typing import Any
+
+import numpy as np
+
+from remora.kernels.batch import StepBatch
+from remora.kernels.cuda.attention_plan import CHUNK_TOKENS, AttentionPlan
+from remora.kernels.cuda.device import Device, value_type
+from remora.kernels.cuda.place import Place
+from remora.kernels.cuda.source import VALUE_TYPES, CudaSource
+from remora.kernels.layout import BlockLayout
+from remora.platform.base.errors import KernelError
+
+_THREADS = 128
+_STAGED_TOKENS = 64
+_MAX_HEAD_DIM = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStep:
+    """A step and its plan in device memory: uploaded once, read by every layer."""
+
+    plan: AttentionPlan
+    positions_T: Any
+    block_table_SB: Any
+    items_I8: Any
+    row_token_E: Any
+    part_index_T: Any
+    split_tokens_P: Any
+    #: Scratch for parts of split tokens, fp32.
+    parts: Any
+
+
+def check_shape(layout: BlockLayout, num_heads: int) -> None:
+    """Raises KernelError for what the CUDA attention does not serve."""
+    if layout.head_dim % 16 or layout.head_dim > _MAX_HEAD_DIM:
+        raise KernelError(f"head_dim {layout.head_dim}: CUDA attention serves multiples of 16 up to {_MAX_HEAD_DIM}")
+    if layout.block_tokens % 16 or CHUNK_TOKENS % layout.block_tokens:
+        raise KernelError(f"block_tokens {layout.block_tokens}: CUDA attention serves 16, 32, 64, 128, 256 and 512")
+    if num_heads <= 0 or num_heads % layout.num_kv_heads:
+        raise KernelError(f"{num_heads} query heads do not fit {layout.num_kv_heads} kv heads")
+
+
+def check_tables(batch: StepBatch, layout: BlockLayout, data: Any) -> None:
+    """Raises KernelError when a sequence's blocks do not suffice or lie outside `data`."""
+    for row in range(batch.num_sequences):
+        context_len = int(batch.context_len_S[row])
+        num_columns = -(-context_len // layout.block_tokens)
+        if num_columns > batch.block_table_SB.shape[1]:
+            raise KernelError(f"{context_len} tokens need {num_columns} columns of the block table")
+        layout.check_blocks(data, batch.block_table_SB[row, :num_columns])
+
+
+def upload_step(
+    device: Device, batch: StepBatch, plan: AttentionPlan, layout: BlockLayout, data: Any, num_heads: int
+) -> DeviceStep:
+    """Raises KernelError, before anything is queued, for a block outside `data` or a shape that is not served."""
+    check_shape(layout, num_heads)
+    check_tables(batch, layout, data)
+    return DeviceStep(
+        plan=plan,
+        positions_T=device.upload(batch.positions_T[: batch.num_tokens]),
+        block_table_SB=device.upload(batch.block_table_SB[: batch.num_sequences]),
+        items_I8=device.upload(plan.items_I8),
+        row_token_E=device.upload(plan.row_token_E),
+        part_index_T=device.upload(plan.part_index_T),
+        split_tokens_P=device.upload(plan.split_tokens_P),
+        parts=device.empty((plan.num_parts, num_heads, layout.head_dim + 2), np.float32),
+    )
+
+
+def paged_attention(
+    device: Device,
+    step: DeviceStep,
+    *,
+    q_TQD: Any,
+    out_TQD: Any,
+    lse_TQ: Any,
+    data: Any,
+    layout: BlockLayout,
+    place: Place,
+    scale: float,
+) -> None:
+    """Queues the attention of one layer: fills out (the type of q) and lse (fp32, natural log).
+
+    q is rotated. K and V of the step are stored by launches before. Row t sees positions 0 up to its own.
+    """
+    num_heads = int(q_TQD.shape[1])
+    check_shape(layout, num_heads)
+    group = num_heads // layout.num_kv_heads
+    value = VALUE_TYPES[value_type(q_TQD)]
+    head_dim, rows = layout.head_dim, step.plan.tile_rows
+    if tuple(q_TQD.shape[1:]) != (num_heads, head_dim) or value_type(out_TQD) != value_type(q_TQD):
+        raise KernelError(f"queries {tuple(q_TQD.shape)} and outputs {out_TQD.dtype} do not fit head_dim {head_dim}")
+    kv = VALUE_TYPES[layout.precision]
+    source = CudaSource.of("paged_attention", HEAD_DIM=head_dim, ROWS=rows, KV_TYPE=kv, VALUE_TYPE=value)
+    address = device.address
+    device.launch(
+        source,
+        "paged_attention",
+        grid=(len(step.plan.items_I8), layout.num_kv_heads, 1),
+        threads=_THREADS,
+        shared_bytes=4 * rows * (head_dim + CHUNK_TOKENS + 4) + _STAGED_TOKENS * (head_dim * layout.value_bytes + 16),
+        arguments=[
+            *(address(step.items_I8), address(step.row_token_E), address(step.positions_T)),
+            *(address(step.block_table_SB), np.int64(step.block_table_SB.shape[1])),
+            *(address(q_TQD), address(out_TQD), address(lse_TQ), address(step.parts), address(step.part_index_T)),
+            address(data),
+            *place.arguments(),
+            np.int32(layout.block_tokens.bit_length() - 1),
+            *(np.int32(num_heads), np.int32(group), np.float32(scale * log2(np.e))),
+        ],
+    )
+    device.launch(
+        source,
+        "merge_chunks",
+        grid=(len(step.plan.split_tokens_P), num_heads, 1),
+        threads=head_dim,
+        arguments=[
+            *(address(step.split_tokens_P), address(step.positions_T), address(step.parts)),
+            *(address(step.part_index_T), address(out_TQD), address(lse_TQ), np.int32(num_heads)),
+        ],
+    )
+
+
+def merge_attention(
+    device: Device, *, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out_TQD: Any, lse_TQ: Any
+) -> None:
+    """Queues the join of attention over two disjoint sets of positions; out and lse may be those of a."""
+    num_rows, head_dim = int(out_a.shape[0]) * int(out_a.shape[1]), int(out_a.shape[2])
+    source = CudaSource.of("merge_attention", HEAD_DIM=head_dim, VALUE_TYPE=VALUE_TYPES[value_type(out_a)])
+    arrays = (out_a, lse_a, out_b, lse_b, out_TQD, lse_TQ)
+    device.launch(
+        source,
+        "merge_attention",
+        grid=(num_rows, 1, 1),
+        threads=head_dim,
+        arguments=[device.address(array) for array in arrays],
+    )

@@ -1,0 +1,108 @@
+"""A kernels.cuda.device.Device on the processor: the same sources, compiled by g++ behind shim.h. For tests only."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from remora.kernels.cuda.device import Grid
+from remora.kernels.cuda.source import SOURCE_DIR, CudaSource
+from remora.platform.base.errors import KernelError
+
+_HOST_DIR = Path(__file__).resolve().parent
+#: No contraction: as --fmad=false on a card.
+_OPTIONS = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-exceptions", "-fPIC", "-shared", "-w"]
+_LAUNCHER = """
+extern "C" const char* emulate_{0}(const unsigned* grid, const unsigned* block, size_t shared_bytes,
+                                   const uint64_t* slots, int num_slots) {{
+  return remora_shim::launch({0}, grid, block, shared_bytes, slots, num_slots);
+}}
+"""
+
+
+class HostDevice:
+    """Compiles each variant once into `cache_dir`; launches run to their end before they return."""
+
+    num_processors = 4
+
+    def __init__(self, cache_dir: Path, compiler: str = "g++") -> None:
+        self._cache_dir = cache_dir
+        self._compiler = compiler
+        self._libraries: dict[CudaSource, ctypes.CDLL] = {}
+
+    def launch(
+        self,
+        source: CudaSource,
+        kernel: str,
+        *,
+        grid: Grid,
+        threads: int,
+        arguments: Sequence[np.generic],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Raises KernelError for what the shim detects: divergent barriers, writes beyond shared memory."""
+        if 0 in grid:
+            return
+        library = self._libraries.get(source)
+        if library is None:
+            library = self._libraries[source] = ctypes.CDLL(str(self._compile(source)))
+        slots = np.zeros(len(arguments), np.uint64)
+        for index, argument in enumerate(arguments):
+            slots[index : index + 1].view(np.uint8)[: argument.nbytes] = np.frombuffer(argument.tobytes(), np.uint8)
+        function = getattr(library, f"emulate_{kernel}")
+        function.restype = ctypes.c_char_p
+        problem = function(
+            (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(threads, 1, 1),
+            ctypes.c_size_t(shared_bytes),
+            slots.ctypes.data_as(ctypes.c_void_p),
+            len(slots),
+        )
+        if problem is not None:
+            raise KernelError(f"{source} {kernel}: {problem.decode()}")
+
+    def _compile(self, source: CudaSource) -> Path:
+        text = f'#include "shim.h"\n#include "{source.path}"\n'
+        text += "".join(_LAUNCHER.format(name) for name in source.kernel_names())
+        files = [source.path, *SOURCE_DIR.glob("*.cuh"), *_HOST_DIR.glob("*.h")]
+        contents = b"\0".join(path.read_bytes() for path in sorted(files))
+        key = hashlib.blake2b(contents + repr((text, source.macros, _OPTIONS)).encode(), digest_size=12).hexdigest()
+        target = self._cache_dir / f"{source.name}-{key}.so"
+        if target.exists():
+            return target
+        self._cache_dir.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(f".{os.getpid()}")
+        command = [self._compiler, *_OPTIONS, *source.macro_options(), f"-I{_HOST_DIR}", f"-I{SOURCE_DIR}"]
+        result = subprocess.run(
+            [*command, "-x", "c++", "-", "-o", str(temporary)], input=text, capture_output=True, text=True, check=False
+        )
+        if result.returncode:
+            raise KernelError(f"{source} does not compile for the host:\n{result.stderr[-4000:]}")
+        temporary.rename(target)
+        return target
+
+    def upload(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.ascontiguousarray(array).copy()
+
+    def download(self, array: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+        """Filled with 0xff bytes: NaN, as fresh device memory may be."""
+        array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF)
+        return array
+
+    def address(self, array: Any) -> np.uint64:
+        if array is None:
+            return np.uint64(0)
+        if not array.flags.c_contiguous:
+            raise KernelError("arrays of CUDA kernels must be contiguous")
+        return np.uint64(array.ctypes.data)

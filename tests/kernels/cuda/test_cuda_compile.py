@@ -1,0 +1,64 @@
+"""Every CUDA source becomes machine code for the cards we name. Needs NVRTC, no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from remora.kernels.cuda import compile as cuda_compile
+from remora.kernels.cuda.source import CudaSource, source_names
+from remora.platform.base.errors import KernelError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvrtc() -> tuple[int, int]:
+    pytest.importorskip("cupy_backends", reason="needs cupy (extra cuda-compile)")
+    try:
+        return cuda_compile.toolkit_version()
+    except KernelError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+
+
+#: Every source, every head size, every tile and every pair of types at least once.
+_ATTENTION = [(64, 2, "Bf16", "Bf16"), (80, 4, "float", "float"), (96, 8, "Bf16", "float"), (128, 16, "Bf16", "Bf16")]
+_SOURCES = [
+    *(CudaSource.of(name) for name in ("checksum", "copy_blocks", "zero_blocks")),
+    CudaSource.of("rms_norm", VALUE_TYPE="Bf16"),
+    CudaSource.of("merge_attention", HEAD_DIM=80, VALUE_TYPE="Bf16"),
+    CudaSource.of("store_kv", HEAD_DIM=96, KV_TYPE="Bf16", VALUE_TYPE="Bf16"),
+    CudaSource.of("k_shift", HEAD_DIM=128, KV_TYPE="float"),
+    *(
+        CudaSource.of("paged_attention", HEAD_DIM=head_dim, ROWS=rows, KV_TYPE=kv, VALUE_TYPE=value)
+        for head_dim, rows, kv, value in _ATTENTION
+    ),
+]
+
+
+@pytest.mark.parametrize("architecture", cuda_compile.ARCHITECTURES)
+@pytest.mark.parametrize("source", _SOURCES, ids=str)
+def test_a_source_becomes_a_cubin_with_its_kernels(source: CudaSource, architecture: str) -> None:
+    if architecture not in cuda_compile.supported_architectures():
+        pytest.skip(f"CUDA {cuda_compile.toolkit_version()} does not know {architecture}")
+    cubin = cuda_compile.compile_cubin(source, architecture)
+    assert cubin[:4] == b"\x7fELF"
+    assert source.kernel_names()
+    assert all(name.encode() in cubin for name in source.kernel_names())
+
+
+def test_no_source_is_left_out() -> None:
+    assert {source.name for source in _SOURCES} == set(source_names())
+    assert {source.name for source in cuda_compile.all_variants()} == set(source_names())
+
+
+def test_an_architecture_that_the_toolkit_does_not_know_is_refused_by_name() -> None:
+    with pytest.raises(KernelError, match="sm_35"):
+        cuda_compile.compile_cubin(CudaSource.of("checksum"), "sm_35")
+
+
+def test_the_compilers_words_are_in_the_error() -> None:
+    with pytest.raises(KernelError, match="HEAD_DIM"):
+        cuda_compile.compile_cubin(CudaSource.of("k_shift", KV_TYPE="float"), "sm_90")
+
+
+def test_a_source_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(KernelError, match=r"no CUDA source flash\.cu"):
+        CudaSource.of("flash")
