@@ -115,6 +115,8 @@ class NamespaceConfig(_Section):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     tenant: str = ""
     share_group: str = ""
+    #: Sessions kept; beyond it the least recently used one that is neither pinned nor in use goes.
+    max_sessions: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
 
 
 class TelemetryConfig(_Section):
@@ -136,8 +138,17 @@ class ClusterConfig(_Section):
     #: "local" starts a Ray of its own; else the address of a running cluster.
     ray_address: str = "local"
     object_store_bytes: ByteSize = ByteSize(128 * MiB)
+    #: Where sessions are kept, as SQLAlchemy writes it; None: a SQLite file in the state directory.
+    database_url: Annotated[str, Field(min_length=1)] | None = None
     #: Run check_integrity() of every stateful class whenever it is idle.
     debug: bool = False
+
+    @field_validator("database_url")
+    @classmethod
+    def _is_database_url(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"[a-z0-9_]+(\+[a-z0-9_]+)?://", url):
+            raise ValueError(f"{url!r} is no database URL, e.g. sqlite:////var/lib/remora/state.sqlite")
+        return url
 
 
 class RemoraConfig(_Section):

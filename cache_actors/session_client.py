@@ -1,0 +1,67 @@
+"""A router's way to the sessions: one call a command, said again while the registry restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+from ray.exceptions import RayError
+
+from remora.namespaces.session_commands import SessionAnswer, SessionCommand, SessionRefused
+from remora.platform.base import errors
+from remora.platform.base.errors import OverQuota, RemoraError, RequestError, Unavailable
+
+_encoder = msgspec.msgpack.Encoder()
+_answer_decoder = msgspec.msgpack.Decoder(SessionAnswer)
+#: A registry that was killed is back within seconds.
+_RETRY_FOR_S: Final = 15.0
+A = TypeVar("A")
+
+
+class SessionPort(Protocol):
+    """Where session commands go."""
+
+    async def call(self, command: SessionCommand) -> SessionAnswer: ...
+
+
+async def ask(port: SessionPort, command: SessionCommand, kind: type[A]) -> A:
+    """The answer of the kind that belongs to the command. Raises what a refusal says, from the error tree."""
+    answer = await port.call(command)
+    if isinstance(answer, SessionRefused):
+        raise error_of(answer)
+    assert isinstance(answer, kind), f"{type(command).__name__} was answered by {type(answer).__name__}"
+    return answer
+
+
+def error_of(refused: SessionRefused) -> RemoraError:
+    """A refusal as the exception it names."""
+    kind: object = getattr(errors, refused.error, None)
+    if kind is OverQuota:
+        return OverQuota(refused.message, retry_after_s=5.0, field=refused.field)
+    if kind is Unavailable:
+        return Unavailable(refused.message, retry_after_s=5.0)
+    if isinstance(kind, type) and issubclass(kind, RequestError):
+        return kind(refused.message, field=refused.field)
+    return RemoraError(refused.message)
+
+
+class RegistrySessions:
+    """The SessionPort of a cluster: its registry actor."""
+
+    def __init__(self, registry: Any) -> None:
+        self._registry = registry
+
+    async def call(self, command: SessionCommand) -> SessionAnswer:
+        """Raises Unavailable when the registry stays away."""
+        data = _encoder.encode(command)
+        give_up_s = time.monotonic() + _RETRY_FOR_S
+        while True:
+            try:
+                return _answer_decoder.decode(await self._registry.session_call.remote(data))
+            except RayError as error:
+                if time.monotonic() >= give_up_s:
+                    reason = str(error).partition("\n")[0]
+                    raise Unavailable(f"the session registry cannot be reached: {reason}") from None
+                await asyncio.sleep(0.2)
