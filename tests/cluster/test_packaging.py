@@ -35,7 +35,18 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources() -> set[str]:
+    """Names in the wheel of everything that is in the rooms now, before it is built."""
+    return {
+        f"remora/{path.relative_to(ROOT)}"
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the source archive, not from the checkout, as a package index's users would."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
@@ -61,16 +72,10 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-def test_the_wheel_holds_every_module_and_data_file(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_and_data_file(sources: set[str], wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         packed = set(file.namelist())
-    wanted = {
-        f"remora/{path.relative_to(ROOT)}"
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*")
-        if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts
-    }
-    assert wanted <= packed
+    assert sources <= packed
     assert "remora/py.typed" in packed
     assert "remora/kernels/native/_remora_cpu.so" in packed or find_compiler() is None
     assert any(name.endswith("licenses/LICENSE") for name in packed)
