@@ -125,7 +125,7 @@ REMORA_EXPORT int32_t remora_linear(int32_t level, int32_t num_threads, const fl
     Buffer rows, scales;
     const int64_t stride = kernels.activation_stride(dtype, num_in);
     rows.reserve(stride * (num_rows + ACTIVATION_SPARE_ROWS));
-    scales.reserve((num_rows + ACTIVATION_SPARE_ROWS) * 4);
+    scales.reserve((num_rows + ACTIVATION_SPARE_ROWS) * num_scales(num_in) * 4);
     ThreadTeam threads(num_threads, nullptr);
     LinearRun run{kernels,
                   reserve_linear(store, dtype, num_out, num_in, order, bias != nullptr),

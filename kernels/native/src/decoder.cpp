@@ -87,8 +87,9 @@ void Decoder::reserve(const Step& step) {
                                  activation_bytes(shape.weights, shape.query_size()),
                                  activation_bytes(shape.head_weights, shape.hidden_size)}));
   space_.second.reserve(activation_bytes(shape.weights, shape.intermediate_size));
-  space_.first_scale.reserve((rows + ACTIVATION_SPARE_ROWS) * 4);
-  space_.second_scale.reserve((rows + ACTIVATION_SPARE_ROWS) * 4);
+  const int64_t scale_rows_bytes = (rows + ACTIVATION_SPARE_ROWS) * 4;
+  space_.first_scale.reserve(scale_rows_bytes * num_scales(std::max<int64_t>(shape.hidden_size, shape.query_size())));
+  space_.second_scale.reserve(scale_rows_bytes * num_scales(shape.intermediate_size));
   space_.logits.reserve(std::max<int64_t>(1, step.num_logit_rows) * shape.vocab_size * 4);
 }
 

@@ -64,16 +64,17 @@ vint round_to_int(vfloat x) {
   return __builtin_convertvector((x + magic) - magic, vint);
 }
 
-void encode_int8(Encoding encoding, const float* x, int64_t num_in, uint8_t* out, float* scale) {
+// One group of a row: `count` values into `out`.
+void encode_group(Encoding encoding, const float* x, int64_t count, uint8_t* out, float* scale) {
   vfloat largest = {}, poison = {};
-  for_each_vector(x, num_in, [&](int64_t, vfloat v) {
+  for_each_vector(x, count, [&](int64_t, vfloat v) {
     largest = max(largest, abs(v));
     poison += v - v;  // NaN where v is not finite
   });
-  const float row_scale = max(largest) / 127.0f;
-  const vfloat inverse = splat(row_scale > 0.0f ? 1.0f / row_scale : 0.0f);
-  *scale = row_scale + sum(poison);
-  for_each_vector(x, num_in, [&](int64_t k, vfloat v) {
+  const float group_scale = max(largest) / 127.0f;
+  const vfloat inverse = splat(group_scale > 0.0f ? 1.0f / group_scale : 0.0f);
+  *scale = group_scale + sum(poison);
+  for_each_vector(x, count, [&](int64_t k, vfloat v) {
     int32_t values[LANES];
     store_as(values, round_to_int(v * inverse));
     for (int i = 0; i < LANES; ++i) {
@@ -89,6 +90,13 @@ void encode_int8(Encoding encoding, const float* x, int64_t num_in, uint8_t* out
       }
     }
   });
+}
+
+void encode_int8(Encoding encoding, const float* x, int64_t num_in, uint8_t* out, float* scales) {
+  for (int64_t k = 0; k < num_in; k += INT8_GROUP) {
+    const int64_t count = num_in - k < INT8_GROUP ? num_in - k : INT8_GROUP;
+    encode_group(encoding, x + k, count, out + k * encoded_bytes(encoding), scales + k / INT8_GROUP);
+  }
 }
 
 // Columns [first, first + LANES) of a row; the precisions that need no scale.
@@ -109,6 +117,10 @@ struct Call {
   Encoding encoding;
 
   const uint8_t* row(int64_t index) const { return activations.data + index * activations.stride; }
+  // Scales of a row from the group that holds input `k` on.
+  const float* scales(int64_t index, int64_t k) const {
+    return activations.scale + index * num_scales(weights.num_in) + k / INT8_GROUP;
+  }
 };
 
 void store_row(const LinearOutput& output, float* out, const float* values, int64_t count) {
@@ -148,11 +160,7 @@ void finish_tile(const Call& call, int64_t first_row, int64_t num_rows, int64_t 
     const int64_t row = first_row + r;
     for (int i = 0; i < PANEL_COLUMNS; i += LANES) {
       vfloat v = load(values + i);
-      if (weights.dtype == Dtype::int8) {
-        vint sums = load_as<vint>(values + i);
-        if (call.encoding == Encoding::uint8) sums -= load_as<vint>(weights.column_sum + first + i) * 128;
-        v = __builtin_convertvector(sums, vfloat) * splat(call.activations.scale[row]) * load(weights.scale + first + i);
-      }
+      if (weights.dtype == Dtype::int8) v = v * load(weights.scale + first + i);
       if (weights.bias != nullptr) v += load(weights.bias + first + i);
       store(values + i, v);
     }
@@ -166,6 +174,12 @@ void finish_tile(const Call& call, int64_t first_row, int64_t num_rows, int64_t 
 }
 
 using MicroKernel = void (*)(const MicroTile&);
+
+template <class Product, int MR, int NB>
+constexpr MicroKernel micro_kernel() {
+  if constexpr (Product::FLOATS) return sum_products<Product, MR, NB>;
+  else return sum_groups<Product, MR, NB>;
+}
 
 struct TileKernel {
   MicroKernel kernel;
@@ -185,22 +199,22 @@ constexpr int max_tile_rows() {
 template <class Product>
 TileKernel tile_kernel(int64_t num_rows) {
 #if REMORA_VECTOR_BYTES == 64
-  if (num_rows == 1) return {micro_kernel<Product, 1, 2>, 2};
-  if (num_rows == 2) return {micro_kernel<Product, 2, 2>, 2};
-  if (num_rows <= 4) return {micro_kernel<Product, 4, 2>, 2};
-  if (num_rows <= 8) return {micro_kernel<Product, 8, 2>, 2};
-  return {micro_kernel<Product, 12, 2>, 2};
+  if (num_rows == 1) return {micro_kernel<Product, 1, 2>(), 2};
+  if (num_rows == 2) return {micro_kernel<Product, 2, 2>(), 2};
+  if (num_rows <= 4) return {micro_kernel<Product, 4, 2>(), 2};
+  if (num_rows <= 8) return {micro_kernel<Product, 8, 2>(), 2};
+  return {micro_kernel<Product, 12, 2>(), 2};
 #elif REMORA_VECTOR_BYTES == 32
   switch (num_rows) {
-    case 1: return {micro_kernel<Product, 1, 2>, 2};
-    case 2: return {micro_kernel<Product, 2, 2>, 2};
-    case 3: return {micro_kernel<Product, 3, 1>, 1};
-    case 4: return {micro_kernel<Product, 4, 1>, 1};
-    default: return {micro_kernel<Product, max_tile_rows<Product>(), 1>, 1};
+    case 1: return {micro_kernel<Product, 1, 2>(), 2};
+    case 2: return {micro_kernel<Product, 2, 2>(), 2};
+    case 3: return {micro_kernel<Product, 3, 1>(), 1};
+    case 4: return {micro_kernel<Product, 4, 1>(), 1};
+    default: return {micro_kernel<Product, max_tile_rows<Product>(), 1>(), 1};
   }
 #else
-  if (num_rows == 1) return {micro_kernel<Product, 1, 1>, 1};
-  return {micro_kernel<Product, 2, 1>, 1};
+  if (num_rows == 1) return {micro_kernel<Product, 1, 1>(), 1};
+  return {micro_kernel<Product, 2, 1>(), 1};
 #endif
 }
 
@@ -229,7 +243,13 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
                        slice_lines,
                        sums + t * MAX_ROWS * PANEL_COLUMNS + b * BLOCK_COLUMNS,
                        line > 0,
-                       {next, chosen.num_blocks * LINE_BYTES / num_tiles}};
+                       {next, chosen.num_blocks * LINE_BYTES / num_tiles},
+                       {}};
+        if (!Product::FLOATS) {
+          const int64_t groups = num_scales(call.weights.num_in), group = line / GROUP_LINES;
+          part.groups = {call.scales(begin + first, group * INT8_GROUP), groups,
+                         call.weights.column_sum + (panel_index * groups + group) * PANEL_COLUMNS + b * BLOCK_COLUMNS};
+        }
         if (num_tiles == 1) part.prefetch.next = part.block + STREAM_AHEAD_BYTES;
         next += part.prefetch.bytes_per_line * slice_lines;
         chosen.kernel(part);
@@ -258,33 +278,69 @@ void linear_vectors(Team& team, const Call& call, Range panels) {
 
 #if REMORA_TILES
 // Tile registers: sums 0-3 (row half * 2 + block), activations 4 and 5 by row half, weights 6 and 7 by block.
-template <bool INT8, bool TWO_HALVES>
-void multiply_tiles(const Call& call, const uint8_t* first_row, const uint8_t* block, int64_t block_bytes, float* tile) {
-  const int64_t stride = call.activations.stride;
-  const uint8_t* second_row = first_row + 16 * stride;
+template <bool TWO_HALVES>
+void clear_sums() {
   tile_zero<0>();
   tile_zero<1>();
   if (TWO_HALVES) tile_zero<2>(), tile_zero<3>();
-  for (int64_t at = 0, column = 0; at < block_bytes; at += 1024, column += 64) {
-    __builtin_prefetch(block + at + STREAM_AHEAD_BYTES);
-    __builtin_prefetch(block + block_bytes + at + STREAM_AHEAD_BYTES);
-    tile_load<4>(first_row + column, stride);
-    tile_load<6>(block + at, 64);
-    tile_load<7>(block + block_bytes + at, 64);
-    if (INT8) dot_int8<0, 4, 6>(), dot_int8<1, 4, 7>();
-    else dot_bf16<0, 4, 6>(), dot_bf16<1, 4, 7>();
-    if (TWO_HALVES) {
-      tile_load<5>(second_row + column, stride);
-      if (INT8) dot_int8<2, 5, 6>(), dot_int8<3, 5, 7>();
-      else dot_bf16<2, 5, 6>(), dot_bf16<3, 5, 7>();
-    }
-  }
+}
+
+template <bool TWO_HALVES>
+void store_sums(void* tile) {
   constexpr int64_t ROW_BYTES = PANEL_COLUMNS * 4;
-  tile_store<0>(tile, ROW_BYTES);
-  tile_store<1>(tile + BLOCK_COLUMNS, ROW_BYTES);
+  float* const out = static_cast<float*>(tile);
+  tile_store<0>(out, ROW_BYTES);
+  tile_store<1>(out + BLOCK_COLUMNS, ROW_BYTES);
   if (TWO_HALVES) {
-    tile_store<2>(tile + 16 * PANEL_COLUMNS, ROW_BYTES);
-    tile_store<3>(tile + 16 * PANEL_COLUMNS + BLOCK_COLUMNS, ROW_BYTES);
+    tile_store<2>(out + 16 * PANEL_COLUMNS, ROW_BYTES);
+    tile_store<3>(out + 16 * PANEL_COLUMNS + BLOCK_COLUMNS, ROW_BYTES);
+  }
+}
+
+// 64 bytes of k of all rows: 32 bf16 or 64 int8 values.
+template <bool INT8, bool TWO_HALVES>
+REMORA_INLINE void multiply_step(const uint8_t* rows, int64_t stride, const uint8_t* block, int64_t block_bytes) {
+  __builtin_prefetch(block + STREAM_AHEAD_BYTES);
+  __builtin_prefetch(block + block_bytes + STREAM_AHEAD_BYTES);
+  tile_load<4>(rows, stride);
+  tile_load<6>(block, 64);
+  tile_load<7>(block + block_bytes, 64);
+  if (INT8) dot_int8<0, 4, 6>(), dot_int8<1, 4, 7>();
+  else dot_bf16<0, 4, 6>(), dot_bf16<1, 4, 7>();
+  if (TWO_HALVES) {
+    tile_load<5>(rows + 16 * stride, stride);
+    if (INT8) dot_int8<2, 5, 6>(), dot_int8<3, 5, 7>();
+    else dot_bf16<2, 5, 6>(), dot_bf16<3, 5, 7>();
+  }
+}
+
+template <bool TWO_HALVES>
+void multiply_bf16(const Call& call, int64_t first, int64_t, const uint8_t* block, int64_t block_bytes, float* tile) {
+  clear_sums<TWO_HALVES>();
+  const uint8_t* rows = call.row(first);
+  for (int64_t at = 0; at < block_bytes; at += 1024, rows += 64)
+    multiply_step<false, TWO_HALVES>(rows, call.activations.stride, block + at, block_bytes);
+  store_sums<TWO_HALVES>(tile);
+}
+
+// One step is one group of activations: its sums are exact integers, which then meet the group's scales.
+template <bool TWO_HALVES>
+void multiply_int8(const Call& call, int64_t first, int64_t count, const uint8_t* block, int64_t block_bytes,
+                   float* tile) {
+  static_assert(INT8_GROUP == 64, "a step of the tiles is a group");
+  alignas(64) int32_t sums[32 * PANEL_COLUMNS];
+  const uint8_t* rows = call.row(first);
+  for (int64_t at = 0; at < block_bytes; at += 1024, rows += 64) {
+    clear_sums<TWO_HALVES>();
+    multiply_step<true, TWO_HALVES>(rows, call.activations.stride, block + at, block_bytes);
+    store_sums<TWO_HALVES>(sums);
+    for (int64_t r = 0; r < count; ++r) {
+      const vfloat scale = splat(*call.scales(first + r, at / 1024 * INT8_GROUP));
+      for (int64_t i = r * PANEL_COLUMNS; i < (r + 1) * PANEL_COLUMNS; i += LANES) {
+        const vfloat before = at == 0 ? vfloat{} : load(tile + i);
+        store(tile + i, fma(__builtin_convertvector(load_as<vint>(sums + i), vfloat), scale, before));
+      }
+    }
   }
 }
 
@@ -301,6 +357,8 @@ void linear_tiles(const Call& call, Range panels) {
   for (const int tile : {2, 3, 5}) config.set(tile, static_cast<int>(high), 64);
   for (const int tile : {6, 7}) config.set(tile, 16, 64);
   tile_configure(config);
+  constexpr auto low_tiles = INT8 ? multiply_int8<false> : multiply_bf16<false>;
+  constexpr auto high_tiles = INT8 ? multiply_int8<true> : multiply_bf16<true>;
   alignas(64) float tile[32 * PANEL_COLUMNS];
   for (int64_t begin = 0; begin < call.num_rows; begin += block_rows) {
     const int64_t end = call.num_rows - begin < block_rows ? call.num_rows : begin + block_rows;
@@ -308,8 +366,8 @@ void linear_tiles(const Call& call, Range panels) {
       const uint8_t* block = weights.data + panel * weights.panel_bytes();
       for (int64_t first = begin; first < end; first += 32) {
         const int64_t count = end - first < 32 ? end - first : 32;
-        if (count <= 16) multiply_tiles<INT8, false>(call, call.row(first), block, weights.panel_bytes() / 2, tile);
-        else multiply_tiles<INT8, true>(call, call.row(first), block, weights.panel_bytes() / 2, tile);
+        if (count <= 16) low_tiles(call, first, count, block, weights.panel_bytes() / 2, tile);
+        else high_tiles(call, first, count, block, weights.panel_bytes() / 2, tile);
         finish_tile(call, first, count, panel, tile);
       }
     }
@@ -330,7 +388,7 @@ void encode_row(Dtype weights, const float* x, int64_t num_in, const Activations
   const int64_t bytes = encoded_bytes(encoding);
   uint8_t* out = activations.data + row * activations.stride;
   const int64_t whole = round_up(num_in, LANES);
-  if (weights == Dtype::int8) encode_int8(encoding, x, num_in, out, activations.scale + row);
+  if (weights == Dtype::int8) encode_int8(encoding, x, num_in, out, activations.scale + row * num_scales(num_in));
   else for_each_vector(x, num_in, [&](int64_t k, vfloat v) { store_encoded(encoding, out, k, v); });
   // Zero weights stand beyond num_in: any finite activation will do, and stale bytes may not be finite.
   if (whole * bytes < activations.stride)

@@ -16,7 +16,7 @@ namespace remora {
 struct Activations {
   uint8_t* data;
   int64_t stride;  // bytes
-  float* scale;    // [rows], int8 only
+  float* scale;    // [rows][num_scales(num_in)], int8 only
 };
 constexpr int64_t ACTIVATION_SPARE_ROWS = 32;
 
@@ -25,7 +25,7 @@ struct LinearOutput {
     store,         // out[row][column] = y + bias
     add,           // out[row][column] += y + bias
     silu_store,    // out[row][unit] = SiLU(gate) * up, for weights packed in ColumnOrder::gate_up
-    silu_encoded,  // the same into `encoded`; not for int8, which needs the whole row for its scale
+    silu_encoded,  // the same into `encoded`; not for int8, whose scales need more columns than a panel has
   } kind;
   float* out;
   int64_t stride;  // floats
@@ -39,8 +39,8 @@ namespace REMORA_LEVEL {
 // Bytes from row to row: an odd number of cache lines, so that the rows of a tile do not share cache sets.
 int64_t activation_stride(Dtype weights, int64_t num_in);
 
-// Writes row `row` of `activations`: fp32 as it is, rounded to bf16, or as symmetric int8 with a scale for the row.
-// A row with a NaN or an infinity gets the scale NaN. Columns up to the padded width become zero.
+// Writes row `row` of `activations`: fp32 as it is, rounded to bf16, or as symmetric int8 with a scale for every
+// INT8_GROUP values. A group with a NaN or an infinity gets the scale NaN. Columns up to the padded width become zero.
 void encode_row(Dtype weights, const float* x, int64_t num_in, const Activations& activations, int64_t row);
 
 // Computes this rank's panels for rows [0, num_rows). All activations must be visible (barrier before).

@@ -18,6 +18,15 @@ struct Prefetch {
   int64_t bytes_per_line;
 };
 
+// What int8 products need besides: the scale of row r in group g is scales[r * stride + g], and with unsigned activations
+// what is too much in the sums of group g is 128 * column_sum[g * PANEL_COLUMNS + column].
+struct GroupScales {
+  const float* scales;
+  int64_t stride;
+  const int32_t* column_sum;
+};
+constexpr int64_t GROUP_LINES = INT8_GROUP / 4;
+
 // One call: `lines` lines of a row tile and a block. `resume` goes on from the sums that stand in `tile`.
 struct MicroTile {
   const uint8_t* activations;
@@ -27,6 +36,7 @@ struct MicroTile {
   float* tile;
   bool resume;
   Prefetch prefetch;
+  GroupScales groups;
 };
 
 #define REMORA_LAMBDA __attribute__((always_inline))
@@ -111,11 +121,11 @@ struct ProductBf16Pairs {
 #endif
 
 #if REMORA_VNNI
-// Unsigned activations (value + 128) against signed weights; the surplus 128 * column_sum is taken off afterwards.
+// Unsigned activations (value + 128) against signed weights; the surplus 128 * column_sum is taken off beforehand.
 struct ProductInt8 {
   using Accumulator = vint;
   using Operand = vint;
-  static constexpr bool FLOATS = false;
+  static constexpr bool FLOATS = false, UNSIGNED = true;
   static constexpr int PARTS = 1;
   REMORA_INLINE vint weights(const uint8_t* line, int) { return load_as<vint>(line); }
   REMORA_INLINE vint activation(const uint8_t* x) { return splat_int(int_at(x)); }
@@ -134,7 +144,7 @@ struct ProductInt8 {
 struct ProductInt8 {
   using Accumulator = vint;
   using Operand = vshort;
-  static constexpr bool FLOATS = false;
+  static constexpr bool FLOATS = false, UNSIGNED = false;
   static constexpr int PARTS = 2;
   REMORA_INLINE vshort weights(const uint8_t* line, int part) {
     const vshort raw = load_as<vshort>(line);
@@ -167,25 +177,12 @@ REMORA_INLINE void pin(V& acc) {
 #endif
 }
 
-// tile[r][column] for r < MR and 16 * NB columns, in rows of PANEL_COLUMNS; int32 for integer products.
-template <class Product, int MR, int NB>
-void micro_kernel(const MicroTile& call) {
+// Adds `lines` lines to the accumulators.
+template <class Product, int MR, int NB, class Accumulators>
+REMORA_INLINE void add_lines(Accumulators& acc, RowPointers<MR>& rows, const uint8_t*& block, int64_t block_bytes,
+                             int64_t lines, Prefetch& prefetch) {
   constexpr int NV = NB * BLOCK_VECTORS;
-  using Accumulator = typename Product::Accumulator;
-  Accumulator acc[MR][NV];
-  float* const tile = call.tile;
-  if (call.resume) {
-    repeat<MR * NV>([&](auto i) REMORA_LAMBDA {
-      acc[i / NV][i % NV] = load_as<Accumulator>(tile + i / NV * PANEL_COLUMNS + i % NV * LANES);
-    });
-  } else {
-    repeat<MR * NV>([&](auto i) REMORA_LAMBDA { acc[i / NV][i % NV] = Accumulator{}; });
-  }
-  RowPointers<MR> rows(call.activations, call.stride);
-  Prefetch prefetch = call.prefetch;
-  const uint8_t* block = call.block;
-  const int64_t block_bytes = call.block_bytes;
-  for (int64_t line = call.lines; line > 0; --line) {
+  for (int64_t line = lines; line > 0; --line) {
     __builtin_prefetch(prefetch.next, 0, 2);
     prefetch.next += prefetch.bytes_per_line;
     repeat<Product::PARTS>([&](auto part) REMORA_LAMBDA {
@@ -202,9 +199,58 @@ void micro_kernel(const MicroTile& call) {
     rows.advance(4 * Product::PARTS);
     block += LINE_BYTES;
   }
+}
+
+// tile[r][column] for r < MR and 16 * NB columns, in rows of PANEL_COLUMNS. Products of floats.
+template <class Product, int MR, int NB>
+void sum_products(const MicroTile& call) {
+  constexpr int NV = NB * BLOCK_VECTORS;
+  vfloat acc[MR][NV];
+  float* const tile = call.tile;
   repeat<MR * NV>([&](auto i) REMORA_LAMBDA {
-    store_as(tile + i / NV * PANEL_COLUMNS + i % NV * LANES, acc[i / NV][i % NV]);
+    acc[i / NV][i % NV] = call.resume ? load(tile + i / NV * PANEL_COLUMNS + i % NV * LANES) : vfloat{};
   });
+  RowPointers<MR> rows(call.activations, call.stride);
+  Prefetch prefetch = call.prefetch;
+  const uint8_t* block = call.block;
+  add_lines<Product, MR, NB>(acc, rows, block, call.block_bytes, call.lines, prefetch);
+  repeat<MR * NV>([&](auto i) REMORA_LAMBDA {
+    store(tile + i / NV * PANEL_COLUMNS + i % NV * LANES, acc[i / NV][i % NV]);
+  });
+}
+
+// The same for products of integers: the sums of a group are exact, then meet the group's scales as floats.
+template <class Product, int MR, int NB>
+void sum_groups(const MicroTile& call) {
+  constexpr int NV = NB * BLOCK_VECTORS;
+  float* const tile = call.tile;
+  RowPointers<MR> rows(call.activations, call.stride);
+  Prefetch prefetch = call.prefetch;
+  const uint8_t* block = call.block;
+  GroupScales groups = call.groups;
+  for (int64_t line = 0; line < call.lines; line += GROUP_LINES) {
+    vint acc[MR][NV];
+    if constexpr (Product::UNSIGNED) {
+      repeat<NV>([&](auto v) REMORA_LAMBDA {
+        const vint surplus = load_as<vint>(groups.column_sum + v * LANES) * 128;
+        repeat<MR>([&](auto r) REMORA_LAMBDA { acc[r][v] = -surplus; });
+      });
+    } else {
+      repeat<MR * NV>([&](auto i) REMORA_LAMBDA { acc[i / NV][i % NV] = vint{}; });
+    }
+    add_lines<Product, MR, NB>(acc, rows, block, call.block_bytes, GROUP_LINES, prefetch);
+    const bool is_first = line == 0 && !call.resume;
+    repeat<MR>([&](auto r) REMORA_LAMBDA {
+      const vfloat scale = splat(groups.scales[r * groups.stride]);
+      repeat<NV>([&](auto v) REMORA_LAMBDA {
+        float* const target = tile + r * PANEL_COLUMNS + v * LANES;
+        const vfloat before = is_first ? vfloat{} : load(target);
+        store(target, fma(__builtin_convertvector(acc[r][v], vfloat), scale, before));
+      });
+    });
+    groups.scales += 1;
+    groups.column_sum += PANEL_COLUMNS;
+  }
 }
 
 }  // namespace remora::REMORA_LEVEL

@@ -77,7 +77,7 @@ uint8_t* WeightStore::take(int64_t bytes) {
 
 int64_t packed_bytes(Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order, bool bias) {
   const int64_t columns = padded_columns(num_out, order);
-  const int64_t vectors = (dtype == Dtype::int8 ? 2 : 0) + (bias ? 1 : 0);
+  const int64_t vectors = (dtype == Dtype::int8 ? 1 + num_scales(num_in) : 0) + (bias ? 1 : 0);
   return round_up(columns * round_up(num_in, k_unit(dtype)) * dtype_bytes(dtype), 64) +
          vectors * round_up(columns * 4, 64);
 }
@@ -93,7 +93,7 @@ PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, in
   packed.data = store.take(packed.data_bytes());
   if (dtype == Dtype::int8) {
     packed.scale = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
-    packed.column_sum = reinterpret_cast<int32_t*>(store.take(packed.padded_out * 4));
+    packed.column_sum = reinterpret_cast<int32_t*>(store.take(packed.padded_out * num_scales(num_in) * 4));
   }
   if (bias) packed.bias = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
   return packed;
@@ -143,14 +143,14 @@ void pack_linear(const PackedLinear& packed, ColumnOrder order, const Source& we
     } else {
       const float scale = int8_scale(row.data(), packed.num_in), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
       auto* out = reinterpret_cast<int8_t*>(block);
-      int32_t total = 0;
+      int32_t* sums = packed.column_sum + column / PANEL_COLUMNS * PANEL_COLUMNS * num_scales(packed.num_in);
       for (int64_t k = 0; k < packed.padded_in; ++k) {
         const auto value = static_cast<int8_t>(std::nearbyint(row[static_cast<size_t>(k)] * inverse));
         out[place(k)] = value;
-        total += value;
+        int32_t& sum = sums[k / INT8_GROUP * PANEL_COLUMNS + column % PANEL_COLUMNS];
+        sum = (k % INT8_GROUP == 0 ? 0 : sum) + value;
       }
       packed.scale[column] = scale;
-      packed.column_sum[column] = total;
     }
   }
 }

@@ -17,13 +17,19 @@ inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1)
 inline int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::bf16 ? 2 : 1; }
 inline int64_t k_unit(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::bf16 ? 32 : 64; }
 
+// Inputs that share a scale when activations are int8. One scale for a whole row costs SmolLM2 its accuracy: a few large
+// values leave the others two or three bits (docs/benchmarks.md).
+constexpr int64_t INT8_GROUP = 64;
+inline int64_t num_scales(int64_t num_in) { return round_up(num_in, INT8_GROUP) / INT8_GROUP; }
+
 struct PackedLinear {
   Dtype dtype = Dtype::bf16;
   int64_t num_out = 0, num_in = 0;        // as in the model
   int64_t padded_out = 0, padded_in = 0;  // as packed
   uint8_t* data = nullptr;                // 64-byte aligned
   float* scale = nullptr;                 // [padded_out], int8 only: value = integer * scale
-  int32_t* column_sum = nullptr;          // [padded_out], int8 only: sum over k, for levels with unsigned activations
+  // int8 only: sums over the k of a group, for levels with unsigned activations: [panel][num_scales(num_in)][32].
+  int32_t* column_sum = nullptr;
   float* bias = nullptr;                  // [padded_out] or null
 
   int64_t panel_bytes() const { return PANEL_COLUMNS * padded_in * dtype_bytes(dtype); }
