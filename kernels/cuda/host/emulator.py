@@ -103,6 +103,10 @@ class HostDevice:
     def address(self, array: Any) -> np.uint64:
         if array is None:
             return np.uint64(0)
+        if hasattr(array, "data_ptr"):  # torch
+            if not array.is_contiguous() or array.is_cuda:
+                raise KernelError("arrays of emulated kernels must be contiguous, in host memory")
+            return np.uint64(array.data_ptr())
         if not array.flags.c_contiguous:
             raise KernelError("arrays of CUDA kernels must be contiguous")
         return np.uint64(array.ctypes.data)

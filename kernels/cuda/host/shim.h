@@ -2,7 +2,8 @@
 // at barriers and warp exchanges. Not for speed. Included before the source; emulate_NAME() is generated per kernel.
 //
 // Detected: threads of a block that wait at different barriers or at none, lanes missing from a full-mask exchange,
-// writes beyond the dynamic shared memory. Dynamic shared memory starts as NaN.
+// writes beyond the dynamic shared memory. Dynamic shared memory starts as NaN. Between barriers threads take turns in
+// an order that changes every time, so that a missing barrier gives wrong results.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -76,6 +77,7 @@ struct Thread {
 static std::vector<Thread> threads;
 static std::vector<unsigned char> shared_memory, stacks;
 static size_t current = 0;
+static uint64_t order = 0;  // a pseudo-random sequence, the same in every process
 static char problem[256];
 
 static unsigned char* dynamic_shared() {
@@ -137,7 +139,10 @@ static bool run_block(void (*body)(void*), void* call, size_t shared_bytes) {
   }
   for (size_t running = count; running > 0;) {
     bool moved = false;
-    for (current = 0; current < count; ++current) {
+    order = order * 6364136223846793005u + 1442695040888963407u;
+    const size_t offset = (order >> 33) % count;
+    for (size_t turn = 0; turn < count; ++turn) {
+      current = (order >> 63 ? count - 1 - turn + offset : turn + offset) % count;
       Thread& thread = threads[current];
       if (thread.state != State::ready) continue;
       moved = true;

@@ -40,6 +40,12 @@ extern "C" __global__ void reverse(int* out) {
   __syncthreads();
   out[blockIdx.x * blockDim.x + threadIdx.x] = values[blockDim.x - 1 - threadIdx.x];
 }
+extern "C" __global__ void race(int* out) {
+  DYNAMIC_SHARED(memory);
+  int* values = reinterpret_cast<int*>(memory);
+  values[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = values[blockDim.x - 1 - threadIdx.x];
+}
 extern "C" __global__ void exchange(float* out) {
   out[threadIdx.x] = warp_sum(static_cast<float>(threadIdx.x));
 }
@@ -78,6 +84,15 @@ def test_threads_of_a_block_wait_for_one_another(device: HostDevice, kernels: Cu
     out = np.zeros((2, 48), np.int32)
     device.launch(kernels, "reverse", grid=(2, 1, 1), threads=48, arguments=[device.address(out)], shared_bytes=192)
     assert (out == np.add.outer([0, 100], np.arange(47, -1, -1))).all()
+
+
+def test_a_missing_barrier_gives_wrong_results_at_both_ends_of_a_block(device: HostDevice, kernels: CudaSource) -> None:
+    out = np.zeros((20, 48), np.int32)
+    for row in out:
+        device.launch(kernels, "race", grid=(1, 1, 1), threads=48, arguments=[device.address(row)], shared_bytes=192)
+    wrong = (out != np.arange(47, -1, -1)).any(axis=0)
+    assert wrong[:16].any()
+    assert wrong[32:].any()
 
 
 def test_lanes_of_a_warp_exchange_values(device: HostDevice, kernels: CudaSource) -> None:
