@@ -1,7 +1,7 @@
 """The registry actor: one per cluster, named and detached, the directory of replicas.
 
-It keeps nothing that its members do not tell it again: after a restart each replica's next heartbeat is answered
-"unknown" and the replica registers anew; readers keep their copy meanwhile.
+Of replicas it keeps nothing that they do not tell it again: after a restart each replica's next heartbeat is answered
+"unknown" and the replica registers anew; readers keep their copy meanwhile. Sessions are in the cluster's database.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ from remora.cache_actors.registry_state import (
     ReplicaStatus,
     Settled,
 )
+from remora.cache_actors.session_registry import SessionRegistry
+from remora.namespaces.session_commands import SessionCommand
 from remora.platform.base.config import ClusterConfig
 from remora.platform.base.ids import ReplicaId
+from remora.platform.base.paths import default_state_dir
+from remora.platform.base.state_store import SqlStateStore, default_database_url
 
 logger = logging.getLogger(__name__)
 
 REGISTRY_NAME: Final = "registry"
 #: Readers are woken together for the changes of this time.
 _COALESCE_S: Final = 0.02
+_command_decoder = msgspec.msgpack.Decoder(SessionCommand)
+_encoder = msgspec.msgpack.Encoder()
 
 
 def ray_namespace(cluster_name: str) -> str:
@@ -46,7 +52,9 @@ def ray_namespace(cluster_name: str) -> str:
 class RegistryActor:
     """All methods run on the actor's event loop; mutations contain no await."""
 
-    def __init__(self, heartbeat_s: float = 1.0, settle_s: float = 10.0, debug: bool = False) -> None:
+    def __init__(
+        self, database_url: str, heartbeat_s: float = 1.0, settle_s: float = 10.0, debug: bool = False
+    ) -> None:
         """Replicas are lost after 5 heartbeats of silence and forgotten after 60.
 
         For `settle_s` after a start readers keep replicas they know from before; Ray's own reconnection takes seconds.
@@ -57,7 +65,9 @@ class RegistryActor:
         self._state = RegistryState(uuid.uuid4().hex)
         self._heard_s: dict[ReplicaId, float] = {}
         self._changed = asyncio.Event()
-        self._node_id: str = ray.get_runtime_context().get_node_id()
+        context = ray.get_runtime_context()
+        self._node_id: str = context.get_node_id()
+        self._sessions = SessionRegistry(lambda: SqlStateStore(database_url), cluster_id=context.get_session_name())
         self._task = asyncio.get_event_loop().create_task(self._watch())
 
     async def register(self, record: ReplicaRecord) -> None:
@@ -97,6 +107,10 @@ class RegistryActor:
                 pass
         return self._state.changes_since(incarnation, version)
 
+    async def session_call(self, data: bytes) -> bytes:
+        """Answers one SessionCommand with a SessionAnswer, both as msgpack."""
+        return _encoder.encode(await self._sessions.call(_command_decoder.decode(data)))
+
     async def pid(self) -> int:
         """Process id of the actor on its node."""
         return os.getpid()
@@ -104,6 +118,7 @@ class RegistryActor:
     async def check_integrity(self) -> None:
         """Raises IntegrityError when an invariant is broken."""
         self._state.check_integrity()
+        self._sessions.check_integrity()
 
     def _apply(self, event: RegistryEvent) -> None:
         self._state.apply(event)
@@ -134,10 +149,12 @@ class RegistryActor:
                     self._apply(ReplicaChanged(record=msgspec.structs.replace(record, status="lost")))
             if self._debug:
                 self._state.check_integrity()
+                self._sessions.check_integrity()
 
 
 def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0, settle_s: float = 10.0) -> Any:
     """Handle of the cluster's registry. Ray must be initialised."""
+    database_url = cluster.database_url or default_database_url(cluster.state_dir or default_state_dir(), cluster.name)
     return (
         ray.remote(RegistryActor)
         .options(
@@ -150,5 +167,5 @@ def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0, 
             num_cpus=0,
             max_concurrency=4096,
         )
-        .remote(heartbeat_s=heartbeat_s, settle_s=settle_s, debug=cluster.debug)
+        .remote(database_url, heartbeat_s=heartbeat_s, settle_s=settle_s, debug=cluster.debug)
     )
