@@ -109,6 +109,7 @@ _POLICIES = {
     "lru": ("eviction", "LruPolicy"),
     "s3fifo": ("eviction_s3fifo", "S3FifoPolicy"),
     "arc": ("eviction_arc", "ArcPolicy"),
+    "value": ("eviction_value", "ValuePolicy"),
 }
 POLICY_NAMES = tuple(_POLICIES)
 
