@@ -22,6 +22,7 @@ _COMMANDS = {
     "status": "status",
     "chat": "chat",
     "ns": "ns",
+    "sessions": "sessions",
     "trace": "trace",
     "bench": "bench",
     "replay": "replay",
