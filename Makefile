@@ -1,4 +1,4 @@
-# make serve | test | check | bench | soak | clean
+# make serve | test | check | bench | bench-gpu | soak | clean
 #   PYTHON=python3.12   the interpreter of the environment (3.11 to 3.13; default: the first one found)
 #   GPU=1               CUDA builds of torch and CuPy
 #   CONFIG=file.yaml    what `make serve` serves; default: two models that share one arena
@@ -12,7 +12,7 @@ VENV := .venv
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHON GPU
 
-.PHONY: serve test check bench soak clean
+.PHONY: serve test check bench bench-gpu soak clean
 
 serve:
 	@bash .ci/set-up serve
@@ -32,6 +32,11 @@ check:
 bench:
 	@bash .ci/set-up serve
 	$(VENV)/bin/remora bench --start $(ARGS)
+
+bench-gpu: export GPU := 1
+bench-gpu:
+	@bash .ci/set-up test
+	$(VENV)/bin/python tests/bench/bench_gpu.py $(ARGS)
 
 soak:
 	@bash .ci/set-up test
