@@ -1,0 +1,247 @@
+"""What the chart renders runs: on a Ray started as KubeRay starts it, with its environment and token, from its Serve
+configuration, asked by its test script; and a changed configuration is taken in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+from remora.cache_actors.stale_files import remove_stale
+from remora.platform.base import paths
+from remora.platform.base.local_ray import new_temp_dir, stop_local_ray
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+CHART_DIR = Path(__file__).resolve().parents[3] / "helm"
+CLUSTER_NAME = "chart"
+VALUES: dict[str, Any] = {
+    "config": {
+        "cluster": {"name": CLUSTER_NAME, "object_store_bytes": "128MiB"},
+        "http": {"num_routers": 1},
+        "devices": [{"name": "cpu0", "arena_bytes": "64MiB", "extent_bytes": "16MiB"}],
+    },
+    "workers": [
+        {
+            "name": "cpu",
+            "devices": ["cpu0"],
+            "replicas": 1,
+            "resources": {"requests": {"cpu": "2", "memory": "2Gi"}, "limits": {"cpu": "2", "memory": "2Gi"}},
+        }
+    ],
+}
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class ChartOnRay:
+    """One node that is head and worker at once, on loopback; everything else is as rendered."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._temp_dir = new_temp_dir()
+        self._ray: subprocess.Popen[bytes] | None = None
+        self._config_path = folder / "remora.yaml"
+        self._token = secrets.token_hex(16)
+        self.state_dir = folder / "state"
+        self._gcs_port, self._dashboard_port, self._agent_port, self._client_port, self._http_port = free_ports(5)
+        self.url = f"http://127.0.0.1:{self._http_port}"
+
+    def start(self) -> None:
+        service = self._render(VALUES)
+        cluster = service["rayClusterConfig"]
+        (group,) = cluster["workerGroupSpecs"]
+        spec = group["template"]["spec"]
+        environment = os.environ | {
+            each["name"]: each["value"].replace("/tmp/remora", str(self._temp_dir))
+            for each in spec["containers"][0]["env"]
+            if "value" in each and each["name"] not in ("HOME", "TMPDIR", "HF_HOME")
+        }
+        # What KubeRay adds for authOptions.mode: token, and what keeps this Ray on loopback.
+        assert cluster["authOptions"] == {"mode": "token"}
+        environment |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._token,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "REMORA_STATE_DIR": str(self.state_dir),
+        }
+        (files,) = spec["initContainers"]
+        _, *arguments = files["command"]
+        script = [each.replace("/tmp/remora", str(self._temp_dir)) for each in arguments]
+        assert "env" not in files, "with Ray's variables it would not find the real HAProxy"
+        subprocess.run([sys.executable, *script], check=True, timeout=120)
+        # KubeRay writes parameters into a line for a shell.
+        (resources,) = shlex.split(group["rayStartParams"]["resources"])
+        self._ray = subprocess.Popen(
+            [
+                *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2"),
+                *("--node-ip-address=127.0.0.1", f"--port={self._gcs_port}", f"--temp-dir={self._temp_dir}"),
+                *("--dashboard-host=127.0.0.1", f"--dashboard-port={self._dashboard_port}"),
+                *(f"--dashboard-agent-listen-port={self._agent_port}", f"--ray-client-server-port={self._client_port}"),
+                f"--object-store-memory={group['rayStartParams']['object-store-memory']}",
+                f"--resources={resources}",
+            ],
+            env=environment,
+            stdout=(self._folder / "ray.log").open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+        probe = spec["containers"][0]["livenessProbe"]["httpGet"]["path"]
+        self.await_answer(f"http://127.0.0.1:{self._agent_port}{probe}")
+
+    def deploy(self, values: dict[str, Any]) -> None:
+        """Hands the Serve configuration over, as KubeRay does; the mounted file follows a moment later."""
+        service = self._render(values)
+        serve = yaml.safe_load(service["serveConfigV2"])
+        serve["http_options"] = {"host": "127.0.0.1", "port": self._http_port}
+        serve["applications"][0]["args"]["config"] = str(self._config_path)
+        self.dashboard("PUT", serve)
+        time.sleep(1)
+        self._config_path.write_text(self._document)
+
+    def await_running(self) -> None:
+        deadline_s = time.monotonic() + 240
+        while True:
+            application = self.dashboard("GET")["applications"].get("remora", {"status": "NOT_STARTED"})
+            if application["status"] == "RUNNING":
+                return
+            assert application["status"] not in ("DEPLOY_FAILED", "UNHEALTHY"), application
+            assert time.monotonic() < deadline_s, application
+            time.sleep(0.5)
+
+    def dashboard(self, method: str, body: object = None, *, token: str | None = None) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._dashboard_port}/api/serve/applications/",
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {token or self._token}"},
+            method=method,
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read()
+        return json.loads(text) if text else None
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return json.loads(response.read())
+
+    def await_answer(self, url: str) -> None:
+        deadline_s = time.monotonic() + 120
+        while True:
+            try:
+                with urllib.request.urlopen(url, timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                assert time.monotonic() < deadline_s, (self._folder / "ray.log").read_text()[-2000:]
+                assert self._ray is not None
+                assert self._ray.poll() is None, (self._folder / "ray.log").read_text()[-2000:]
+                time.sleep(0.5)
+
+    def stop(self) -> None:
+        if self._ray is not None:
+            self._ray.terminate()
+            try:
+                self._ray.wait(60)
+            except subprocess.TimeoutExpired:
+                self._ray.kill()
+                self._ray.wait()
+        stop_local_ray(self._temp_dir)
+        remove_stale(CLUSTER_NAME, paths.SHARED_MEMORY_DIR, self.state_dir)
+
+    def _render(self, values: dict[str, Any]) -> dict[str, Any]:
+        with helm_python.Chart.load(CHART_DIR) as chart:
+            texts = chart.render(values, name="demo", namespace="models")
+        config_map = yaml.safe_load(texts["remora/templates/configmap.yaml"])
+        self._document: str = config_map["data"]["remora.yaml"]
+        spec: dict[str, Any] = yaml.safe_load(texts["remora/templates/rayservice.yaml"])["spec"]
+        return spec
+
+
+@pytest.fixture(scope="module")
+def chart_on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChartOnRay]:
+    cluster = ChartOnRay(tmp_path_factory.mktemp("chart"))
+    try:
+        cluster.start()
+        cluster.deploy(VALUES)
+        cluster.await_running()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def chat(chart_on_ray: ChartOnRay) -> Callable[..., str]:
+    """Runs the script of `helm test`."""
+
+    def run(*models: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(CHART_DIR / "files" / "chat_test.py"), chart_on_ray.url, "60", *models],
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_the_rendered_application_answers(chart_on_ray: ChartOnRay, chat: Callable[..., str]) -> None:
+    assert chat("smollm2").startswith("smollm2: ")
+    assert chart_on_ray.get("/v1/pools")["data"][0]["kind"] == "cpu"
+    for path in ("/health", "/ready"):
+        chart_on_ray.await_answer(chart_on_ray.url + path)
+
+
+def test_the_script_of_helm_test_fails_for_a_model_that_is_not_there(chat: Callable[..., str]) -> None:
+    assert "404" in chat("nobody")
+
+
+def test_rays_ports_ask_for_the_token(chart_on_ray: ChartOnRay) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        chart_on_ray.dashboard("GET", token="wrong")
+    assert caught.value.code in (401, 403)
+
+
+def test_new_quotas_and_settings_are_taken_in_place_and_the_pool_lives_on(
+    chart_on_ray: ChartOnRay, chat: Callable[..., str]
+) -> None:
+    (before,) = chart_on_ray.get("/v1/pools")["data"]
+    (replica,) = chart_on_ray.get("/v1/replicas")["data"]
+    namespaces = [{"name": "smollm2", "model": "smollm2", "guaranteed": "16MiB"}, {"name": "b", "model": "smollm2"}]
+    chart_on_ray.deploy(VALUES | {"config": VALUES["config"] | {"namespaces": namespaces}})
+    deadline_s = time.monotonic() + 240
+    while True:
+        try:
+            chart_on_ray.await_running()
+            (now,) = chart_on_ray.get("/v1/replicas")["data"]
+            if now["id"] != replica["id"] and now["connected"]:
+                break
+        except (urllib.error.URLError, ValueError):
+            pass
+        assert time.monotonic() < deadline_s
+        time.sleep(0.5)
+    assert chat("smollm2").startswith("smollm2: ")
+    (after,) = chart_on_ray.get("/v1/pools")["data"]
+    assert (after["id"], after["pid"]) == (before["id"], before["pid"])
+    guaranteed = {each["namespace_id"]: each["guaranteed_bytes"] for each in after["namespaces"]}
+    assert guaranteed == {"smollm2": 16 * 1024 * 1024, "b": 0}
