@@ -30,7 +30,7 @@ from remora.namespaces.hashing import chain_hashes
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import IntegrityError, OverQuota, RemoraError, Unavailable
-from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, RouterId
+from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, RouterId, SessionId
 from remora.platform.base.telemetry import span
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_LOST_ATTEMPTS = 3
 #: Requests of one router that may be unfinished at once; more are answered 429.
 MAX_OPEN_REQUESTS = 4096
+_NO_EPOCH = Epoch(0)
 
 
 class Listed(NamedTuple):
@@ -61,6 +62,9 @@ class GenerationJob:
     num_choices: int = 1
     grammar: Grammar | None = None
     priority: int = 0
+    session_id: SessionId | None = None
+    #: Of the session's turn; attempts count up from it.
+    epoch: Epoch = _NO_EPOCH
     #: W3C headers of the request's span.
     trace_context: Mapping[str, str] | None = None
 
@@ -185,7 +189,8 @@ class RouterCore:
             grammar=job.grammar,
             priority=job.priority,
             queue_timeout_s=self.config.http.queue_timeout_s,
-            epoch=Epoch(0),
+            session_id=job.session_id,
+            epoch=job.epoch,
             trace_context=dict(job.trace_context or {}),
         )
         loop = asyncio.get_running_loop()

@@ -16,6 +16,7 @@ from remora.platform.http.errors import install_error_handlers
 from remora.platform.http.http_stats import CountAnswers
 from remora.platform.http.models_routes import model_routes
 from remora.platform.http.services import Services
+from remora.platform.http.sessions import session_routes
 from remora.platform.http.tokenize import tokenize_routes
 
 #: nginx's status for "the client closed the connection"; only counters see it.
@@ -43,6 +44,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> FastAPI:
     app.include_router(completion_routes(services))
     app.include_router(tokenize_routes(services))
     app.include_router(model_routes(services, created=int(time.time())))
+    app.include_router(session_routes(services))
     app.include_router(admin_routes(services))
     app.add_middleware(CountAnswers, stats=services.stats)
     return app

@@ -27,6 +27,7 @@ from remora.platform.http.generation import ChoiceDelta, Generation
 from remora.platform.http.logprobs import chat_logprobs
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
+from remora.platform.http.session_prompt import chat_prompt
 from remora.platform.http.sse import DONE, EventStream, event
 
 
@@ -41,7 +42,12 @@ def chat_routes(services: Services) -> APIRouter:
         try:
             async with until_disconnect(request.receive):
                 tokenizer = await services.tokenizers.get(generation.model_id)
-                prompt = await render_prompt(tokenizer, body)
+                turn = await generation.begin_turn()
+                added = None if turn is None else await chat_prompt(tokenizer, body, turn)
+                if turn is None or added is None:
+                    prompt = await render_prompt(tokenizer, body)
+                else:
+                    prompt = turn.token_ids + added.added
                 await generation.start(
                     [prompt],
                     tokenizer,
@@ -49,6 +55,7 @@ def chat_routes(services: Services) -> APIRouter:
                     default_max_tokens=None,
                     logprobs=body.num_logprobs,
                     field="messages",
+                    added=added,
                 )
                 first = await generation.next_deltas()
                 answer = None if body.stream else await _whole(generation, first, tokenizer)
@@ -67,7 +74,7 @@ def chat_routes(services: Services) -> APIRouter:
 async def render_prompt(tokenizer: ChatTokenizer, body: ChatRequest) -> tuple[int, ...]:
     """Token ids of the conversation under the model's template. Raises InvalidRequest naming the message."""
     text = tokenizer.render(
-        body.messages, None, add_generation_prompt=body.add_generation_prompt, **(body.chat_template_kwargs or {})
+        body.messages, None, add_generation_prompt=body.add_generation_prompt, arguments=body.chat_template_kwargs
     )
     # The template has written the special tokens itself.
     return await encode(tokenizer, text, add_special_tokens=False, field="messages")

@@ -43,6 +43,10 @@ class CompletionRequest(GenerationFields):
                 f"choices; at most {MAX_CHOICES} are allowed.",
                 field="prompt",
             )
+        if self.session_id is not None and len(self.prompt) > 1:
+            raise InvalidRequest("prompt: must be a single prompt with session_id.", field="prompt")
+        if self.session_id is not None and self.echo:
+            raise InvalidRequest("echo: is not served together with session_id.", field="echo")
         if self.echo and self.logprobs is not None:
             raise InvalidRequest("echo: is not served together with logprobs.", field="echo")
         return self

@@ -20,6 +20,7 @@ from remora.platform.http.generation import ChoiceDelta, Generation
 from remora.platform.http.logprobs import CompletionLogprobsWriter
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
+from remora.platform.http.session_prompt import text_prompt
 from remora.platform.http.sse import DONE, EventStream, event
 
 
@@ -34,7 +35,12 @@ def completion_routes(services: Services) -> APIRouter:
         try:
             async with until_disconnect(request.receive):
                 tokenizer = await services.tokenizers.get(generation.model_id)
-                prompts = await tokenize_prompts(tokenizer, body)
+                turn = await generation.begin_turn()
+                added = None if turn is None else await text_prompt(tokenizer, body, turn)
+                if turn is None or added is None:
+                    prompts = await tokenize_prompts(tokenizer, body)
+                else:
+                    prompts = [turn.token_ids + added.added]
                 await generation.start(
                     prompts,
                     tokenizer,
@@ -42,6 +48,7 @@ def completion_routes(services: Services) -> APIRouter:
                     default_max_tokens=SamplingParams().max_tokens,
                     logprobs=body.logprobs,
                     field="prompt",
+                    added=added,
                 )
                 echoes = _echoes(tokenizer, body, prompts)
                 first = await generation.next_deltas()

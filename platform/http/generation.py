@@ -14,14 +14,16 @@ from remora.deployments.engine.messages import TokenDelta
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.request_stream import RequestStream
 from remora.deployments.router import GenerationJob
+from remora.deployments.session_turns import SessionTurn
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import ContextLengthExceeded, InvalidRequest, RemoraError
-from remora.platform.base.ids import ModelId, NamespaceId, RequestId
+from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, SessionId
 from remora.platform.base.telemetry import fail, inject, start_span
 from remora.platform.http.api_types import PromptTokensDetails, Usage
 from remora.platform.http.disconnect import ClientGone
 from remora.platform.http.generation_fields import GenerationFields
 from remora.platform.http.services import Services
+from remora.platform.http.session_prompt import TurnPrompt
 
 NAMESPACE_HEADER = "x-remora-namespace"
 TRACE_HEADER = "x-remora-trace-id"
@@ -39,9 +41,8 @@ class Generation:
         self._fields = fields
         catalog = services.core.catalog
         self.model_id: ModelId = catalog.find_model(fields.model)
-        self.namespace_id: NamespaceId = catalog.find_namespace(
-            self.model_id, request.headers.get(NAMESPACE_HEADER) or fields.namespace
-        )
+        self._named_namespace = request.headers.get(NAMESPACE_HEADER) or fields.namespace
+        self.namespace_id: NamespaceId = catalog.find_namespace(self.model_id, self._named_namespace)
         self.id = f"{'chatcmpl' if operation == names.OPERATION_CHAT else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.system_fingerprint = ""
@@ -54,6 +55,10 @@ class Generation:
         self._num_pumping = 0
         self._has_first_token = False
         self._ended = False
+        self._turn: SessionTurn | None = None
+        self._added: TurnPrompt | None = None
+        #: The replica last seen at work.
+        self._owner: ReplicaId | None = None
         self._span = start_span(
             names.request_span(operation, self.model_id),
             {
@@ -71,6 +76,31 @@ class Generation:
         self._labels = (self.model_id, self.namespace_id)
         services.stats.in_flight.labels(*self._labels).inc()
 
+    async def begin_turn(self) -> SessionTurn | None:
+        """Becomes the writer of the session that the request names; None if it names none.
+
+        Raises NotFound, Conflict, and InvalidRequest for a session of another model or namespace.
+        """
+        session_id = self._fields.session_id
+        if session_id is None:
+            return None
+        self._turn = await self._services.turns.begin(
+            SessionId(session_id),
+            self.model_id,
+            self.namespace_id if self._named_namespace else None,
+            wait_s=self._services.config.http.queue_timeout_s if self._fields.on_conflict == "wait" else 0.0,
+        )
+        self._span.set_attribute(names.REMORA_SESSION_ID, session_id)
+        self._span.set_attribute(names.REMORA_EPOCH, self._turn.epoch)
+        # A session pays where it was made.
+        self.namespace_id = self._services.core.catalog.find_namespace(self.model_id, self._turn.state.namespace_id)
+        self._span.set_attribute(names.REMORA_NAMESPACE, self.namespace_id)
+        in_flight = self._services.stats.in_flight
+        in_flight.labels(*self._labels).dec()
+        self._labels = (self.model_id, self.namespace_id)
+        in_flight.labels(*self._labels).inc()
+        return self._turn
+
     async def start(
         self,
         prompts: Sequence[tuple[int, ...]],
@@ -80,12 +110,15 @@ class Generation:
         default_max_tokens: int | None,
         logprobs: int | None,
         field: str,
+        added: TurnPrompt | None = None,
     ) -> None:
         """Checks the prompts against the model and hands them to the router. `field` is what the client calls them.
 
-        Without `max_tokens` the output may fill the context, up to `default_max_tokens`.
+        Without `max_tokens` the output may fill the context, up to `default_max_tokens`. `added`: what the one prompt
+        of a session's turn has behind the session's log.
         """
-        fields = self._fields
+        fields, turn = self._fields, self._turn
+        self._added = added
         card = await self._services.core.card(self.model_id)
         self.system_fingerprint = f"fp_{card.fingerprint.hex()[:12]}"
         tokenizer.check_ids(fields.stop_token_ids or (), field="stop_token_ids")
@@ -112,7 +145,9 @@ class Generation:
                 num_choices=self.num_choices,
                 grammar=fields.response_format.grammar() if fields.response_format is not None else None,
                 # vLLM's clients count down, the engine counts up.
-                priority=-(fields.priority or 0),
+                priority=-(fields.priority if fields.priority is not None else turn.state.priority if turn else 0),
+                session_id=turn.session_id if turn else None,
+                epoch=turn.epoch if turn else Epoch(0),
                 trace_context=inject(self._span),
             )
             self._streams.append(await self._services.core.open(job))
@@ -135,14 +170,35 @@ class Generation:
         return [(prompt_index * self.num_choices + delta.choice_index, delta) for delta in deltas]
 
     async def next_deltas(self) -> list[ChoiceDelta]:
-        """What came since the last call; empty when every choice has ended. Raises what ended a prompt early."""
+        """What came since the last call; empty when every choice has ended. Raises what ended a prompt early.
+
+        The end of a session's turn is only passed on when the turn is in the session's log.
+        """
         deltas = await self._next_merged() if self._pumps else self._numbered(0, await self._streams[0].next_deltas())
         if deltas and not self._has_first_token:
             self._has_first_token = True
             waited_s = time.monotonic() - self._started_s
             self._services.stats.first_token_s.labels(*self._labels).observe(waited_s)
             self._span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, waited_s)
+        if self._turn is not None:
+            await self._keep(self._turn, deltas)
         return deltas
+
+    async def _keep(self, turn: SessionTurn, deltas: list[ChoiceDelta]) -> None:
+        """Commits the turn when its last delta is among these."""
+        stream = self._streams[0]
+        self._owner = stream.replica_id or self._owner
+        if self._added is None or not stream.log.finished or turn.is_committed:
+            return
+        (output,) = stream.log.token_ids()
+        await turn.commit(
+            self._added.kind,
+            self._added.added,
+            output,
+            messages_json=self._added.messages_json,
+            finish_reason=next((delta.finish_reason for _, delta in deltas if delta.finish_reason), ""),
+            owner=self._owner,
+        )
 
     async def _next_merged(self) -> list[ChoiceDelta]:
         while self._num_pumping:
@@ -173,6 +229,8 @@ class Generation:
             pump.cancel()
         for stream in self._streams:
             stream.close()
+        if self._turn is not None:
+            self._turn.end(_outcome(error))
         usage, stats = self.usage(), self._services.stats
         stats.in_flight.labels(*self._labels).dec()
         stats.finished.labels(*self._labels, _outcome(error)).inc()

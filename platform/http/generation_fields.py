@@ -83,6 +83,10 @@ class GenerationFields(BaseModel):
     model: Annotated[str, Field(min_length=1)]
     #: Remora: the namespace whose quota pays; the header X-Remora-Namespace goes first.
     namespace: str | None = None
+    #: Remora: the session whose next turn this is; only what is new is sent.
+    session_id: Annotated[str, Field(min_length=1)] | None = None
+    #: Remora: when another request writes the session: 409 at once, or wait for it.
+    on_conflict: Literal["error", "wait"] | None = None
     #: Remora and vLLM: lower goes first.
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -141,6 +145,10 @@ class GenerationFields(BaseModel):
                 raise _named(name, "is not served by Remora; leave it out.")
         if self.stream_options is not None and not self.stream:
             raise _named("stream_options", 'is only allowed with "stream": true.')
+        if self.session_id is not None and (self.n or 1) > 1:
+            raise _named("n", "must be 1 with session_id; fork the session for several answers.")
+        if self.on_conflict is not None and self.session_id is None:
+            raise _named("on_conflict", "is only allowed with session_id.")
         return self
 
     def biases(self) -> tuple[tuple[int, float], ...]:

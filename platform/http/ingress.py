@@ -17,11 +17,13 @@ from ray.serve.exceptions import RayServeException
 
 from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import ReplicaDirectory
+from remora.cache_actors.session_client import RegistrySessions
 from remora.deployments.models.load import load_tokenizer
 from remora.deployments.pool_reports import ClusterPools
 from remora.deployments.replica_link import ReplicaLink
 from remora.deployments.router import Listed, RouterCore
 from remora.deployments.serve_link import ServeLink
+from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.ids import ReplicaId, RouterId
 from remora.platform.base.paths import default_state_dir
@@ -48,7 +50,9 @@ class HttpRouter:
         setup_telemetry("router", config.telemetry, config.cluster.state_dir or default_state_dir())
         self._models = models
         self._core = RouterCore(config, self._connect, router_id=RouterId(f"router-{uuid.uuid4().hex[:12]}"))
-        self._directory = ReplicaDirectory(get_or_create_registry(config.cluster), self._on_change)
+        registry = get_or_create_registry(config.cluster)
+        self._directory = ReplicaDirectory(registry, self._on_change)
+        self._turns = SessionTurns(RegistrySessions(registry))
         self._services = Services(
             config=config,
             core=self._core,
@@ -56,6 +60,7 @@ class HttpRouter:
             pools=ClusterPools(config.cluster.name),
             routers=_AllRouters(self._core) if config.http.num_routers > 1 else OneRouter(self._core.stats.registry),
             stats=HttpStats(self._core.stats.registry),
+            turns=self._turns,
         )
 
     async def own_metrics(self) -> bytes:
@@ -74,6 +79,7 @@ class HttpRouter:
         preload.cancel()
         await self._directory.stop()
         await self._core.stop()
+        await self._turns.stop()
         flush_telemetry(1.0)
 
     def _on_change(self) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
+from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import ModelConfig, RemoraConfig
 from remora.platform.base.ids import ModelId
 from remora.platform.http.http_stats import HttpStats
@@ -64,3 +65,4 @@ class Services:
     pools: PoolReports
     routers: RouterFamilies
     stats: HttpStats
+    turns: SessionTurns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,14 +16,17 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from remora.cache_actors.session_registry import SessionRegistry
 from remora.deployments.engine.messages import FeedMessage, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from remora.deployments.feed import FeedHub
 from remora.deployments.model_card import ModelCard
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import Listed, RouterCore
+from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig, parse_config
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
+from remora.platform.base.state_store import SqlStateStore, default_database_url
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import OneRouter
@@ -230,7 +234,7 @@ def config() -> RemoraConfig:
             "models": [{"name": "tiny", "source": "unused"}, {"name": "other", "source": "unused"}],
             "namespaces": [
                 {"name": "chat", "model": "tiny", "guaranteed": "1MiB"},
-                {"name": "batch/team-a", "model": "tiny"},
+                {"name": "batch/team-a", "model": "tiny", "max_sessions": 3},
             ],
         }
     )
@@ -270,7 +274,11 @@ class _NoPools:
 class Server:
     """The HTTP face on a real socket in the test's own loop, on one fake replica that steps by itself."""
 
-    def __init__(self, cluster: Cluster, replica: FakeReplica) -> None:
+    def __init__(self, cluster: Cluster, replica: FakeReplica, state_dir: Path) -> None:
+        self.sessions = SessionRegistry(
+            lambda: SqlStateStore(default_database_url(state_dir, "unit")), cluster_id="unit"
+        )
+        self.turns = SessionTurns(self.sessions)
         self.cluster = cluster
         self.core = cluster.core
         self.replica = replica
@@ -285,6 +293,7 @@ class Server:
             pools=_NoPools(),
             routers=OneRouter(self.core.stats.registry),
             stats=stats,
+            turns=self.turns,
         )
         server_config = uvicorn.Config(create_app(services), host="127.0.0.1", port=0, log_config=None, lifespan="off")
         self._server = uvicorn.Server(server_config)
@@ -307,6 +316,10 @@ class Server:
         self._server.force_exit = True
         self._tasks[1].cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.turns.stop()
+        await self.sessions.close()
+        self.sessions.check_integrity()
+        assert self.turns.num_open == 0
 
     def value(self, name: str, **labels: str) -> float:
         """One sample of the router's own metrics."""
@@ -314,10 +327,10 @@ class Server:
 
 
 @pytest.fixture
-async def server(cluster: Cluster) -> AsyncIterator[Server]:
+async def server(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Server]:
     replica = FakeReplica("a")
     await cluster.add(replica)
-    made = Server(cluster, replica)
+    made = Server(cluster, replica, tmp_path)
     await made.start()
     yield made
     await made.stop()

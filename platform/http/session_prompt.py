@@ -1,0 +1,59 @@
+"""What a request adds to its session: the tokens behind the log, and how the log describes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from remora.deployments.models.chat_continuation import join_continuation, render_continuation
+from remora.deployments.models.tokenizer import ChatTokenizer
+from remora.deployments.session_turns import SessionTurn
+from remora.namespaces.session_log import TurnKind
+from remora.platform.base.errors import InvalidRequest
+from remora.platform.http.chat_request import ChatRequest
+from remora.platform.http.completion_request import CompletionRequest
+from remora.platform.http.services import encode
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPrompt:
+    """`added` goes behind the session's log."""
+
+    kind: TurnKind
+    added: tuple[int, ...]
+    messages_json: bytes
+
+
+async def chat_prompt(tokenizer: ChatTokenizer, body: ChatRequest, turn: SessionTurn) -> TurnPrompt:
+    """The new messages under the model's template. Raises InvalidRequest naming the message."""
+    if turn.state.ends_in_prompt:
+        raise InvalidRequest(
+            "messages: the session was truncated inside a prompt; truncate it to the end of a turn first, "
+            "or go on with /v1/completions.",
+            field="messages",
+        )
+    arguments = body.chat_template_kwargs
+    if turn.token_ids:
+        text = render_continuation(
+            tokenizer, body.messages, add_generation_prompt=body.add_generation_prompt, arguments=arguments
+        )
+    else:
+        text = tokenizer.render(
+            body.messages, None, add_generation_prompt=body.add_generation_prompt, arguments=arguments
+        )
+    token_ids = await encode(tokenizer, text, add_special_tokens=False, field="messages")
+    added = join_continuation(tokenizer, turn.token_ids, token_ids)
+    return TurnPrompt("chat", added, msgspec.json.encode(body.messages))
+
+
+async def text_prompt(tokenizer: ChatTokenizer, body: CompletionRequest, turn: SessionTurn) -> TurnPrompt:
+    """The one prompt of the request; only the first of a session gets the model's opening token."""
+    (prompt,) = body.prompt
+    if isinstance(prompt, str):
+        added = await encode(tokenizer, prompt, add_special_tokens=not turn.token_ids, field="prompt")
+        described = prompt
+    else:
+        tokenizer.check_ids(prompt, field="prompt")
+        added, described = prompt, tokenizer.decode(prompt, field="prompt")
+    return TurnPrompt("text", added, msgspec.json.encode([{"role": "user", "content": described}]))

@@ -1,0 +1,88 @@
+"""Bodies and queries of /v1/sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from remora.platform.http.errors import invalid_request
+
+#: Part of URLs and of names in logs.
+SessionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class CreateBody(_Body):
+    """POST /v1/sessions."""
+
+    #: Made up if left out.
+    id: SessionName | None = None
+    model: Annotated[str, Field(min_length=1)]
+    #: The model's default if left out; the header X-Remora-Namespace goes first.
+    namespace: str | None = None
+    #: Seconds without use after which it goes; never if left out.
+    ttl_s: Annotated[float, Field(gt=0, le=10 * 365 * 86400)] | None = None
+    #: Of its turns, where a request gives none: lower goes first.
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    #: Whether a turn is on disk before its end is sent.
+    durable: bool = True
+
+
+class ForkBody(_Body):
+    """POST /v1/sessions/{id}/fork."""
+
+    id: SessionName | None = None
+    #: How much of the log the new session has; all if left out.
+    num_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class TruncateBody(_Body):
+    """POST /v1/sessions/{id}/truncate: one of the two."""
+
+    num_tokens: Annotated[int, Field(ge=0)] | None = None
+    num_turns: Annotated[int, Field(ge=0)] | None = None
+
+
+class EmptyBody(_Body):
+    """POST /v1/sessions/{id}/pin and unpin."""
+
+
+class ListQuery(BaseModel):
+    """GET /v1/sessions."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    namespace: str | None = None
+    #: The last id of the page before.
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+
+
+class ShowQuery(BaseModel):
+    """GET /v1/sessions/{id}."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_tokens: bool = False
+
+
+def read_list_query(request: Request) -> ListQuery:
+    """Raises InvalidRequest naming the parameter."""
+    try:
+        return ListQuery.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise invalid_request(error) from None
+
+
+def read_show_query(request: Request) -> ShowQuery:
+    """Raises InvalidRequest naming the parameter."""
+    try:
+        return ShowQuery.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise invalid_request(error) from None

@@ -1,0 +1,185 @@
+"""/v1/sessions: made, listed, looked at, forked, cut, pinned, deleted."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from remora.cache_actors.session_client import ask
+from remora.namespaces.session_commands import (
+    CreateSession,
+    DeleteSession,
+    Done,
+    ForkSession,
+    ListSessions,
+    PinSession,
+    SessionHead,
+    SessionList,
+    ShowSession,
+    TruncateSession,
+)
+from remora.namespaces.session_log import Turn, unpack_tokens
+from remora.platform.base.ids import ModelId, NamespaceId, SessionId
+from remora.platform.http.body import read_model
+from remora.platform.http.generation import NAMESPACE_HEADER
+from remora.platform.http.openapi import json_body
+from remora.platform.http.services import Services
+from remora.platform.http.session_requests import (
+    CreateBody,
+    EmptyBody,
+    ForkBody,
+    TruncateBody,
+    read_list_query,
+    read_show_query,
+)
+
+
+def session_routes(services: Services) -> APIRouter:
+    router = APIRouter()
+    port = services.turns.port
+    catalog = services.core.catalog
+    max_bytes = services.config.http.max_body_bytes
+
+    async def head(command: Any) -> Response:
+        return _json(_document(await ask(port, command, SessionHead)))
+
+    async def show(session_id: str) -> SessionHead:
+        return await ask(port, ShowSession(session_id=SessionId(session_id)), SessionHead)
+
+    @router.post("/v1/sessions", openapi_extra=json_body(CreateBody))
+    async def create_session(request: Request) -> Response:
+        """A new, empty session."""
+        body = await read_model(request, CreateBody, max_bytes)
+        model_id = catalog.find_model(body.model)
+        name = request.headers.get(NAMESPACE_HEADER) or body.namespace
+        namespace = catalog.namespaces[catalog.find_namespace(model_id, name)]
+        return await head(
+            CreateSession(
+                session_id=SessionId(body.id or _new_id()),
+                model_id=model_id,
+                namespace_id=NamespaceId(namespace.name),
+                call_id=uuid.uuid4().hex,
+                tenant=namespace.tenant,
+                ttl_s=body.ttl_s,
+                priority=body.priority,
+                durable=body.durable,
+                max_sessions=namespace.max_sessions,
+            )
+        )
+
+    @router.get("/v1/sessions")
+    async def list_sessions(request: Request) -> Response:
+        """A page of the sessions, by id."""
+        query = read_list_query(request)
+        command = ListSessions(
+            namespace_id=NamespaceId(query.namespace) if query.namespace else None,
+            model_id=ModelId(query.model) if query.model else None,
+            after=query.after,
+            limit=query.limit,
+        )
+        found = await ask(port, command, SessionList)
+        data = [_document(each) for each in found.sessions]
+        return _json({"object": "list", "data": data, "has_more": found.has_more})
+
+    @router.get("/v1/sessions/{session_id}")
+    async def show_session(request: Request, session_id: str) -> Response:
+        """A session with its turns; with `include_tokens=true` also the token log."""
+        query = read_show_query(request)
+        found = await ask(port, ShowSession(session_id=SessionId(session_id), with_tokens=True), SessionHead)
+        token_ids = unpack_tokens(found.state.token_bytes)
+        tokenizer = await services.tokenizers.get(catalog.find_model(found.state.model_id))
+        turns = [
+            _turn_document(turn, tokenizer.decode(token_ids[turn.prompt_end : turn.end])) for turn in found.state.turns
+        ]
+        more = {"token_ids": token_ids} if query.include_tokens else {}
+        return _json({**_document(found), "turns": turns, **more})
+
+    @router.delete("/v1/sessions/{session_id}")
+    async def delete_session(session_id: str) -> Response:
+        """Forgets a session. A turn that is under way is not kept."""
+        await ask(port, DeleteSession(session_id=SessionId(session_id)), Done)
+        return _json({"id": session_id, "object": "session", "deleted": True})
+
+    @router.post("/v1/sessions/{session_id}/fork", openapi_extra=json_body(ForkBody))
+    async def fork_session(request: Request, session_id: str) -> Response:
+        """A new session that starts with this one's log, or the first tokens of it."""
+        body = await read_model(request, ForkBody, max_bytes)
+        parent = (await show(session_id)).state
+        namespace_id = catalog.find_namespace(catalog.find_model(parent.model_id), parent.namespace_id)
+        return await head(
+            ForkSession(
+                session_id=SessionId(session_id),
+                new_id=SessionId(body.id or _new_id()),
+                call_id=uuid.uuid4().hex,
+                num_tokens=body.num_tokens,
+                max_sessions=catalog.namespaces[namespace_id].max_sessions,
+            )
+        )
+
+    @router.post("/v1/sessions/{session_id}/truncate", openapi_extra=json_body(TruncateBody))
+    async def truncate_session(request: Request, session_id: str) -> Response:
+        """Keeps the first tokens or turns of the log."""
+        body = await read_model(request, TruncateBody, max_bytes)
+        return await head(
+            TruncateSession(session_id=SessionId(session_id), num_tokens=body.num_tokens, num_turns=body.num_turns)
+        )
+
+    @router.post("/v1/sessions/{session_id}/pin", openapi_extra=json_body(EmptyBody))
+    async def pin_session(request: Request, session_id: str) -> Response:
+        """Neither a full namespace nor its TTL removes a pinned session."""
+        await read_model(request, EmptyBody, max_bytes)
+        return await head(PinSession(session_id=SessionId(session_id), pinned=True))
+
+    @router.post("/v1/sessions/{session_id}/unpin", openapi_extra=json_body(EmptyBody))
+    async def unpin_session(request: Request, session_id: str) -> Response:
+        """The session may go again."""
+        await read_model(request, EmptyBody, max_bytes)
+        return await head(PinSession(session_id=SessionId(session_id), pinned=False))
+
+    return router
+
+
+def _new_id() -> str:
+    return f"sess-{uuid.uuid4().hex}"
+
+
+def _json(document: Any) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _document(head: SessionHead) -> dict[str, Any]:
+    state = head.state
+    return {
+        "id": state.session_id,
+        "object": "session",
+        "model": state.model_id,
+        "namespace": state.namespace_id,
+        "parent": state.parent_id,
+        "created": int(state.created_s),
+        "last_used": int(state.used_s),
+        "ttl_s": state.ttl_s,
+        "priority": state.priority,
+        "durable": state.durable,
+        "pinned": state.pinned,
+        "num_tokens": head.num_tokens,
+        "num_turns": len(state.turns),
+        "version": state.version,
+        "epoch": state.epoch,
+        "owner": state.owner,
+        "busy": state.open_turn is not None,
+    }
+
+
+def _turn_document(turn: Turn, answer: str) -> dict[str, Any]:
+    return {
+        "kind": turn.kind,
+        "start": turn.start,
+        "prompt_end": turn.prompt_end,
+        "end": turn.end,
+        "messages": msgspec.json.decode(turn.messages_json),
+        "answer": answer,
+        "finish_reason": turn.finish_reason,
+    }
