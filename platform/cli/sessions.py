@@ -1,0 +1,124 @@
+"""`remora sessions`: conversations that the platform keeps."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+import httpx
+
+from remora.platform.cli.client import cannot_reach, check, get_json, make_client, url_option
+from remora.platform.cli.table import print_table
+
+_PAGE = 1000
+
+
+@click.group()
+def sessions() -> None:
+    """Sessions: conversations that the platform keeps."""
+
+
+@sessions.command(name="list")
+@click.option("-m", "--model", help="Only sessions of this model.")
+@click.option("-n", "--namespace", help="Only sessions of this namespace.")
+@url_option
+def list_sessions(model: str | None, namespace: str | None, url: str | None) -> None:
+    """Every session, by id."""
+    query: dict[str, str | int] = {"limit": _PAGE}
+    if model:
+        query["model"] = model
+    if namespace:
+        query["namespace"] = namespace
+    found: list[dict[str, Any]] = []
+    with make_client(url) as client:
+        more = True
+        while more:
+            page = get_json(client, f"/v1/sessions?{httpx.QueryParams(query)}")
+            found += page["data"]
+            more = page["has_more"]
+            query["after"] = found[-1]["id"] if found else ""
+    print_table(
+        ["SESSION", "MODEL", "NAMESPACE", "TURNS", "TOKENS", "AGE", "LAST USED", "STATE"],
+        [_row(each, time.time()) for each in found],
+    )
+
+
+@sessions.command()
+@click.argument("session_id")
+@click.option("--json", "as_json", is_flag=True, help="The whole record, with the tokens of the log.")
+@url_option
+def show(session_id: str, as_json: bool, url: str | None) -> None:
+    """The conversation of one session."""
+    with make_client(url) as client:
+        found = get_json(client, f"/v1/sessions/{session_id}?include_tokens={str(as_json).lower()}")
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for key in ("id", "model", "namespace", "parent", "num_tokens", "num_turns", "epoch", "owner", "ttl_s", "pinned"):
+        click.echo(f"{key:<11} {'–' if found[key] is None else found[key]}")
+    for turn in found["turns"]:
+        click.echo("")
+        for message in turn["messages"]:
+            click.echo(f"{message.get('role', '?')}: {_text(message.get('content'))}")
+        click.echo(f"assistant: {turn['answer']}")
+
+
+@sessions.command()
+@click.argument("session_id")
+@click.option("--id", "new_id", help="Name of the new session.")
+@click.option("--num-tokens", type=click.IntRange(min=0), help="How much of the log it has; default: all.")
+@url_option
+def fork(session_id: str, new_id: str | None, num_tokens: int | None, url: str | None) -> None:
+    """A new session that starts with another's log; prints its id."""
+    body = {"id": new_id, "num_tokens": num_tokens}
+    with make_client(url) as client:
+        made = _send(client, "POST", f"/v1/sessions/{session_id}/fork", body)
+    click.echo(made["id"])
+
+
+@sessions.command()
+@click.argument("session_ids", nargs=-1, required=True)
+@url_option
+def delete(session_ids: tuple[str, ...], url: str | None) -> None:
+    """Forgets sessions."""
+    with make_client(url) as client:
+        for session_id in session_ids:
+            _send(client, "DELETE", f"/v1/sessions/{session_id}", None)
+            click.echo(f"{session_id}: deleted")
+
+
+def _send(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    """Raises CannotReach or ServerRefused."""
+    try:
+        response = client.request(method, path, json=body)
+    except httpx.HTTPError as error:
+        raise cannot_reach(client, error) from None
+    check(response)
+    return response.json()
+
+
+def _row(session: dict[str, Any], now_s: float) -> list[object]:
+    state = "busy" if session["busy"] else "pinned" if session["pinned"] else "idle"
+    return [
+        session["id"],
+        session["model"],
+        session["namespace"],
+        session["num_turns"],
+        session["num_tokens"],
+        _age(now_s - session["created"]),
+        f"{_age(now_s - session['last_used'])} ago",
+        state,
+    ]
+
+
+def _age(duration_s: float) -> str:
+    for unit, size_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if duration_s >= size_s:
+            return f"{int(duration_s // size_s)}{unit}"
+    return f"{max(0, int(duration_s))}s"
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content)
