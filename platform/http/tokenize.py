@@ -56,7 +56,7 @@ def tokenize_routes(services: Services) -> APIRouter:
                 body.messages,
                 None,
                 add_generation_prompt=body.add_generation_prompt,
-                **(body.chat_template_kwargs or {}),
+                arguments=body.chat_template_kwargs,
             )
             field, special = "messages", bool(body.add_special_tokens)
         else:

@@ -262,3 +262,10 @@ async def test_the_callers_trace_context_is_passed_on(http: Any, server: Any) ->
     response = await http.post("/v1/chat/completions", json=CHAT, headers=headers)
     assert trace_id in server.replica.submitted[0].trace_context["traceparent"]
     assert response.headers["x-remora-trace-id"] == trace_id
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_template_arguments_of_a_request_are_taken(http: Any, path: str) -> None:
+    body = {"model": "tiny", "messages": CHAT["messages"], "chat_template_kwargs": {"enable_thinking": False}}
+    response = await http.post(path, json=body | ({"max_tokens": 1} if path != "/tokenize" else {}))
+    assert response.status_code == 200, response.text
