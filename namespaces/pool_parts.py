@@ -34,7 +34,7 @@ class PoolStateConfig(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     #: Changes when the arena's bytes are lost; leases of another incarnation are void.
     incarnation: int = 1
-    eviction: str = "lru"
+    eviction: str = "value"
     #: Generation words in the arena's header.
     max_leases: int = 256
 

@@ -77,7 +77,7 @@ class DeviceConfig(_Section):
     #: CPU cores that engine steps use, one thread each; None: all the process may use.
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     #: Which cached block goes first: docs/eviction.md.
-    eviction: Literal["lru", "s3fifo", "arc", "value"] = "lru"
+    eviction: Literal["lru", "s3fifo", "arc", "value"] = "value"
 
 
 class ModelConfig(_Section):
