@@ -19,13 +19,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import pytest
 import yaml
 
 from remora.cache_actors.stale_files import remove_stale
 from remora.platform.base import paths
 from remora.platform.base.local_ray import new_temp_dir, stop_local_ray
+
+helm_python = pytest.importorskip("helm_python", reason="needs helm-python-sdk, which exists for x86-64 only")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -28,6 +27,8 @@ from chart_support import (
 from crd_schema import strict_schema
 
 from remora.platform.base.config import parse_config
+
+helm_python = pytest.importorskip("helm_python", reason="needs helm-python-sdk, which exists for x86-64 only")
 
 KUBERNETES_VERSIONS = ("1.28", "1.34")
 #: Kinds of operators, whose schemas are not in Kubernetes.
