@@ -208,6 +208,17 @@ async def test_forks_diverge_and_truncated_sessions_go_on(http: Any) -> None:
     assert await text_of(http) == await text_of(http, fork["id"])
 
 
+async def test_09_lc14434_an_empty_session_forks_empty_and_a_missing_one_leaves_others_alone(http: Any) -> None:
+    await create(http)
+    fork = await post(http, "/v1/sessions/s/fork", {"id": "f"})
+    assert (fork["num_tokens"], fork["num_turns"]) == (0, 0)
+    await chat(http, "hi", name="f")
+    before = await text_of(http, "f")
+    await post(http, "/v1/sessions/missing/fork", {"id": "f"}, status=404)
+    await post(http, "/v1/sessions/s/fork", {"id": "f"}, status=409)
+    assert await text_of(http, "f") == before
+
+
 async def test_a_cut_inside_a_prompt_is_continued_as_text_only(http: Any) -> None:
     await create(http)
     await chat(http, "one")
