@@ -81,6 +81,7 @@ def _config(state_dir: Path) -> RemoraConfig:
             "namespaces": [
                 {"name": "smollm2", "model": "smollm2", "guaranteed": "96MiB"},
                 {"name": "smollm2/small", "model": "smollm2", "limit": "8MiB"},
+                {"name": "smollm2/queue", "model": "smollm2", "limit": "24MiB"},
                 {"name": "smollm2-int8", "model": "smollm2-int8", "guaranteed": "64MiB"},
             ],
         }

@@ -14,7 +14,8 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-SMALL = {"X-Remora-Namespace": "smollm2/small"}
+QUEUE = "smollm2/queue"
+HEADERS = {"X-Remora-Namespace": QUEUE}
 
 
 def _namespace(platform: Any, name: str) -> dict[str, Any]:
@@ -34,22 +35,22 @@ def test_a_client_that_leaves_while_streaming_frees_its_blocks_within_a_second(p
 
 
 def test_a_client_that_leaves_while_queued_frees_its_place(platform: Any) -> None:
-    """The namespace has 11 blocks; each of the two requests starts with 8."""
-    body = {"model": "smollm2", "prompt": [5] * 200, "max_tokens": 120, "ignore_eos": True, "stream": True}
-    with platform.http.stream("POST", "/v1/completions", json=body, headers=SMALL) as response:
+    """The namespace has 34 blocks; each of the two requests starts with 23, and the first runs for seconds."""
+    body = {"model": "smollm2", "prompt": [5] * 700, "max_tokens": 380, "ignore_eos": True, "stream": True}
+    with platform.http.stream("POST", "/v1/completions", json=body, headers=HEADERS) as response:
         next(response.iter_lines())
-        queued = threading.Thread(target=_leave_after, args=(platform.url, {**body, "prompt": [6] * 200}, 1.0))
+        queued = threading.Thread(target=_leave_after, args=(platform.url, {**body, "prompt": [6] * 700}, 1.0))
         queued.start()
-        platform.eventually(lambda: _namespace(platform, "smollm2/small")["num_waiting"] == 1, 5, what="one waits")
+        platform.eventually(lambda: _namespace(platform, QUEUE)["num_waiting"] == 1, 5, what="one waits")
         queued.join()
-        platform.eventually(lambda: _namespace(platform, "smollm2/small")["num_waiting"] == 0, 1.0, what="none waits")
-        assert _namespace(platform, "smollm2/small")["num_running"] == 1
+        platform.eventually(lambda: _namespace(platform, QUEUE)["num_waiting"] == 0, 1.0, what="none waits")
+        assert _namespace(platform, QUEUE)["num_running"] == 1
     platform.eventually(lambda: platform.referenced_blocks() == 0, 1.0, what="blocks are back")
 
 
 def _leave_after(url: str, body: dict[str, Any], seconds: float) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json=body, headers=SMALL, timeout=seconds)
+        httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=seconds)
 
 
 def test_two_hundred_mixed_requests_half_of_them_aborted_return_to_the_baseline(platform: Any) -> None:

@@ -103,7 +103,7 @@ def test_metrics_cover_router_engines_and_pools(platform: Any) -> None:
 def test_namespaces_and_pools_show_quotas_and_usage(platform: Any) -> None:
     platform.chat("hi", max_tokens=2)
     namespaces = {each["id"]: each for each in platform.get("/v1/namespaces")["data"]}
-    assert set(namespaces) == {"smollm2", "smollm2/small", "smollm2-int8"}
+    assert set(namespaces) == {"smollm2", "smollm2/small", "smollm2/queue", "smollm2-int8"}
     assert namespaces["smollm2"]["guaranteed_bytes"] == 96 * 2**20
     (usage,) = namespaces["smollm2"]["pools"].values()
     assert usage["cached_bytes"] > 0
