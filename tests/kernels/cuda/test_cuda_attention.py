@@ -168,7 +168,8 @@ _LENGTHS = [1, 37, 577]
 _ROWS = [(0, 0, 1), (1, 36, 37), (2, 570, 577)]
 
 
-@pytest.mark.parametrize(("precision", "values"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+# bf16 KV with fp32 values: the other tests.
+@pytest.mark.parametrize(("precision", "values"), [("fp32", "fp32"), ("bf16", "bf16")])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_every_head_size_equals_the_reference(device: Device, precision: Precision, values: str, head_dim: int) -> None:
     world = World(_LENGTHS, precision=precision, values=values, head_dim=head_dim)
