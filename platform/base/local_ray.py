@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ class RayStartError(RemoraError):
 
 def local_ray_environment(temp_dir: Path) -> dict[str, str]:
     """Variables that must be set before `ray` is imported, in the driver; its processes inherit them."""
+    http_port, grpc_port = _free_ports(2)
     return {
         # 2.60 writes a token into the home directory otherwise; the ports are on loopback.
         "RAY_AUTH_MODE": "disabled",
@@ -38,8 +40,20 @@ def local_ray_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Fixed otherwise, so that a second instance on the machine would not start.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_port),
         **serve_environment(temp_dir),
     }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def new_temp_dir() -> Path:
