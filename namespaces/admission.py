@@ -148,6 +148,7 @@ class Admission:
         lease.sequences[admit.sequence_id] = sequence
         parts.running.add(sequence)
         namespace.num_admitted += 1
+        namespace.adviser.look_up(admit.hashes[: self._max_match(lease, admit)])
         namespace.lookup_tokens += admit.num_tokens
         namespace.hit_tokens += len(matched) * space.geometry.block_tokens
         return Admitted(

@@ -67,6 +67,7 @@ class PoolState:
 
     def apply(self, command: AnyCommand, now_s: float) -> AnyAnswer:
         """Applies a command. Equal states, commands and times give equal answers and states."""
+        self._parts.now_s = now_s
         match command:
             case Attach():
                 return self._membership.attach(command)

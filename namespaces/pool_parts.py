@@ -20,6 +20,8 @@ from remora.platform.base.ids import Epoch, SessionId
 
 #: Blocks of a geometry that every extent must hold, or the geometry cannot attach.
 MIN_EXTENT_BLOCKS = 8
+#: The capacity adviser looks at sizes up to so many times the arena.
+_ADVISED_ARENAS = 4
 #: Sessions whose highest epoch is remembered.
 MAX_SESSIONS = 262_144
 
@@ -84,6 +86,8 @@ class PoolParts:
         self.running = RunningTable()
         self.room = WaitingRoom()
         self.sessions = SessionEpochs()
+        #: Time of the last command.
+        self.now_s = 0.0
 
     def realm(self, lease: Lease, namespace: Namespace) -> Realm:
         """Where the lease's sequences in this namespace look for blocks and publish them."""
@@ -99,6 +103,8 @@ class PoolParts:
     def finish(self, lease: Lease, sequence: Sequence) -> None:
         """Drops a running sequence and leaves a tombstone."""
         self.running.remove(sequence)
+        horizon_blocks = _ADVISED_ARENAS * sequence.space.max_arena_blocks
+        sequence.namespace.adviser.touch(sequence.hashes, self.now_s, horizon_blocks)
         sequence.release(self.ledger)
         del lease.sequences[sequence.admit.sequence_id]
         lease.bury(sequence.admit.sequence_id)

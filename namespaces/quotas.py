@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from remora.namespaces.adviser import CapacityAdviser
 from remora.namespaces.commands import SetQuota
 from remora.namespaces.eviction import EvictionPolicy
 from remora.namespaces.extents import GeometrySpace
@@ -43,7 +44,7 @@ class Holding:
 class Namespace:
     """One share of the pool. Bytes are kept by the block ledger, everything else by the QuotaBook."""
 
-    __slots__ = ("cached_bytes", "domain", "evicted_blocks", "guaranteed_bytes", "hit_tokens", "holdings",
+    __slots__ = ("adviser", "cached_bytes", "domain", "evicted_blocks", "guaranteed_bytes", "hit_tokens", "holdings",
                  "lookup_tokens", "model_id", "namespace_id", "num_admitted", "num_preempted", "order", "quota",
                  "share_group", "tenant", "used_bytes", "virtual_time")  # fmt: skip
 
@@ -69,6 +70,8 @@ class Namespace:
         self.num_preempted = 0
         #: Blocks evicted, by cause (namespaces/blocks.py).
         self.evicted_blocks: dict[str, int] = {}
+        #: What its lookups say about the size it could use.
+        self.adviser = CapacityAdviser()
 
     @property
     def held_bytes(self) -> int:
@@ -191,6 +194,7 @@ class QuotaBook:
     def check_integrity(self) -> None:
         """Raises IntegrityError when a namespace's bytes are not those of its holdings or exceed its limit."""
         for namespace in self.namespaces.values():
+            namespace.adviser.check_integrity()
             used = cached = 0
             for holding in namespace.holdings.values():
                 used += holding.used_blocks * holding.space.block_bytes

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from remora.namespaces.adviser import CapacityAdvice
 from remora.namespaces.commands import ProcessIdentity
 from remora.namespaces.pool_parts import PoolParts
+from remora.namespaces.quotas import Namespace
 from remora.platform.base.ids import GeometryId, LeaseId, ModelId, NamespaceId, ReplicaId
 
 
@@ -31,6 +33,8 @@ class NamespaceReport(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: int
     #: Blocks by cause; see EvictionCause in namespaces/blocks.py.
     evicted_blocks: dict[str, int]
+    #: What its lookups say about the size it could use.
+    advice: CapacityAdvice
 
 
 class GeometryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +105,11 @@ def describe_leases(parts: PoolParts) -> tuple[LeaseReport, ...]:
     )
 
 
+def _advise(parts: PoolParts, namespace: Namespace) -> CapacityAdvice:
+    space = parts.book.model_spaces.get(namespace.model_id)
+    return namespace.adviser.advice(space.block_bytes if space is not None else 0, parts.now_s)
+
+
 def describe_pool(parts: PoolParts) -> PoolReport:
     """A consistent picture; costs a step per namespace, extent list and running sequence."""
     running: dict[NamespaceId, int] = {}
@@ -126,6 +135,7 @@ def describe_pool(parts: PoolParts) -> PoolReport:
             lookup_tokens=namespace.lookup_tokens,
             hit_tokens=namespace.hit_tokens,
             evicted_blocks=dict(namespace.evicted_blocks),
+            advice=_advise(parts, namespace),
         )
         for namespace in parts.book.namespaces.values()
     )

@@ -21,7 +21,7 @@ from remora.namespaces.waiting import Blocked, Parked
 from remora.platform.base.errors import JournalError
 from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
 
-_MAGIC = b"remora-pool-snapshot-2\n"
+_MAGIC = b"remora-pool-snapshot-3\n"
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +61,7 @@ class _Namespace(_Record, frozen=True, array_like=True):
     evicted_blocks: dict[str, int]
     #: EvictionPolicy.dump of each holding, by the order of its space.
     policies: dict[int, bytes]
+    adviser: bytes
 
 
 class _Sequence(_Record, frozen=True, array_like=True):
@@ -103,6 +104,7 @@ class _Pool(_Record, frozen=True, array_like=True):
     virtual_time: float
     blocked: Blocked
     sessions: list[tuple[SessionId, Epoch]]
+    now_s: float
 
 
 _DECODER = msgspec.msgpack.Decoder(_Pool)
@@ -148,6 +150,7 @@ def _freeze(parts: PoolParts) -> _Pool:
                 dict(sorted(n.evicted_blocks.items())),
                 {space.order: n.holdings[space.geometry_id].policy.dump()
                  for space in spaces if space.geometry_id in n.holdings},
+                n.adviser.dump(),
             )
             for n in parts.book.namespaces.values()
         ],
@@ -162,6 +165,7 @@ def _freeze(parts: PoolParts) -> _Pool:
         virtual_time=parts.room.virtual_time,
         blocked=parts.room.blocked,
         sessions=list(parts.sessions.highest.items()),
+        now_s=parts.now_s,
     )  # fmt: skip
 
 
@@ -216,6 +220,7 @@ def _thaw(pool: _Pool) -> PoolParts:
         counters = entry.counters
         namespace.lookup_tokens, namespace.hit_tokens, namespace.num_admitted, namespace.num_preempted = counters
         namespace.evicted_blocks = dict(entry.evicted_blocks)
+        namespace.adviser.load(entry.adviser)
         namespaces.append(namespace)
     book.refresh_guarantees()
     realms = [
@@ -268,6 +273,7 @@ def _thaw(pool: _Pool) -> PoolParts:
     parts.room.virtual_time = pool.virtual_time
     parts.room.blocked = pool.blocked
     parts.sessions.highest.update(pool.sessions)
+    parts.now_s = pool.now_s
     return parts
 
 
