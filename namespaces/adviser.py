@@ -45,14 +45,14 @@ class CapacityAdvice(msgspec.Struct, frozen=True, kw_only=True):
     """What was observed, and what it means for the size."""
 
     #: Share of the blocks that are observed, and the number now.
-    sample_rate: float
-    num_sampled: int
+    sample_rate: float = 1.0
+    num_sampled: int = 0
     #: Different blocks used in the last hour.
-    working_set_bytes: int
+    working_set_bytes: int = 0
     #: Hit rate over sizes, rising; empty without lookups.
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[CurvePoint, ...] = ()
     #: Size beyond which the hit rate gains less than 5 % of itself, however much is added; 0 when nothing comes back.
-    enough_bytes: int
+    enough_bytes: int = 0
 
 
 class _State(msgspec.Struct, array_like=True):

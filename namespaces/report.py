@@ -34,7 +34,7 @@ class NamespaceReport(msgspec.Struct, frozen=True, kw_only=True):
     #: Blocks by cause; see EvictionCause in namespaces/blocks.py.
     evicted_blocks: dict[str, int]
     #: What its lookups say about the size it could use.
-    advice: CapacityAdvice
+    advice: CapacityAdvice = CapacityAdvice()
 
 
 class GeometryReport(msgspec.Struct, frozen=True, kw_only=True):

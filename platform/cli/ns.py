@@ -44,6 +44,36 @@ def show(name: str, url: str | None) -> None:
     raise NotFound(f"no namespace {name!r}; one of: {', '.join(each['id'] for each in found)}")
 
 
+@ns.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@url_option
+def advise(name: str, as_json: bool, url: str | None) -> None:
+    """How much memory a namespace could use: its working set, and its hit rate over sizes, in each pool."""
+    with make_client(url) as client:
+        pools = get_json(client, f"/v1/namespaces/{name}")["pools"]
+    if as_json:
+        click.echo(json.dumps({pool_id: pool["advice"] for pool_id, pool in pools.items()}, indent=2))
+        return
+    for pool_id, pool in pools.items():
+        advice = pool["advice"]
+        held = pool["used_bytes"] + pool["cached_bytes"]
+        click.echo(
+            f"{pool_id}: {size_text(advice['working_set_bytes'])} used in the last hour, {size_text(held)} held; "
+            + _recommendation(advice)
+        )
+        if advice["curve"]:
+            rows = [(size_text(point["size_bytes"]), f"{100 * point['hit_rate']:.1f} %") for point in advice["curve"]]
+            print_table(["CACHE", "FOUND"], rows)
+            click.echo("")
+
+
+def _recommendation(advice: dict[str, Any]) -> str:
+    if not advice["enough_bytes"]:
+        return "nothing has been looked up twice yet"
+    return f"more than {size_text(advice['enough_bytes'])} would gain less than 5 % of the hit rate"
+
+
 def _row(namespace: dict[str, Any]) -> list[object]:
     limit = namespace["limit_bytes"]
     return [

@@ -10,7 +10,8 @@ from fastapi import APIRouter, Response
 from msgspec.json import encode as to_json
 
 from remora.deployments.replica_connection import ReplicaConnection
-from remora.platform.base.errors import RemoraError
+from remora.platform.base.errors import NotFound, RemoraError
+from remora.platform.base.ids import NamespaceId
 from remora.platform.http.metrics import CONTENT_TYPE, render_metrics
 from remora.platform.http.pool_documents import namespace_document, pool_document
 from remora.platform.http.services import Services
@@ -31,6 +32,15 @@ def admin_routes(services: Services) -> APIRouter:
         """Every namespace with its quota, and what it holds in each pool."""
         pools = await services.pools.reports()
         return answer([namespace_document(core.catalog, pools, name) for name in core.catalog.namespaces])
+
+    @router.get("/v1/namespaces/{name:path}")
+    async def show_namespace(name: str) -> Response:
+        """One namespace; in each pool also what its lookups say about the size it could use."""
+        if name not in core.catalog.namespaces:
+            known = ", ".join(sorted(core.catalog.namespaces))
+            raise NotFound(f"There is no namespace {name!r}; one of: {known}.", field="namespace")
+        document = namespace_document(core.catalog, await services.pools.reports(), NamespaceId(name))
+        return Response(to_json(document), media_type="application/json")
 
     @router.get("/v1/pools")
     async def list_pools() -> Response:

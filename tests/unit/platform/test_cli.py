@@ -181,6 +181,26 @@ def test_ns_list_adds_up_the_pools_and_show_prints_one(run: Run, server: FakeSer
     assert (missing.code, missing.err) == (1, "remora: no namespace 'cat'; one of: chat\n")
 
 
+def test_ns_advise_says_what_more_memory_would_gain(run: Run, server: FakeServer) -> None:
+    curve = [{"size_bytes": 1024, "hit_rate": 0.25}, {"size_bytes": 4096, "hit_rate": 0.5}]
+    advice = {"working_set_bytes": 8192, "curve": curve, "enough_bytes": 4096}
+    pool = {"used_bytes": 1024, "cached_bytes": 2048, "advice": advice}
+    fresh = {**pool, "advice": {"working_set_bytes": 0, "curve": [], "enough_bytes": 0}}
+    server.documents["/v1/namespaces/chat/a"] = {"id": "chat/a", "pools": {"one": pool, "two": fresh}}
+    lines = run("ns", "advise", "chat/a", "--url", server.url).out.splitlines()
+    assert lines[0] == (
+        "one: 8 KiB used in the last hour, 3 KiB held; more than 4 KiB would gain less than 5 % of the hit rate"
+    )
+    assert [line.split() for line in lines[2:5]] == [
+        ["CACHE", "FOUND"],
+        ["1", "KiB", "25.0", "%"],
+        ["4", "KiB", "50.0", "%"],
+    ]
+    assert lines[-1].endswith("nothing has been looked up twice yet")
+    shown = json.loads(run("ns", "advise", "chat/a", "--json", "--url", server.url).out)
+    assert shown == {"one": advice, "two": fresh["advice"]}
+
+
 @pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--port", "70000"], ["bench", "--clients", "x"]])
 def test_a_wrong_command_line_has_exit_code_2(run: Run, arguments: list[str]) -> None:
     ran = run(*arguments)

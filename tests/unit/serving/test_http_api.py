@@ -170,6 +170,10 @@ async def test_operators_see_namespaces_replicas_and_metrics(http: Any) -> None:
     namespaces = {each["id"]: each for each in (await http.get("/v1/namespaces")).json()["data"]}
     assert set(namespaces) == {"chat", "batch/team-a", "other"}
     assert namespaces["chat"]["guaranteed_bytes"] == 2**20
+    assert (await http.get("/v1/namespaces/batch/team-a")).json() == namespaces["batch/team-a"]
+    missing = await http.get("/v1/namespaces/batch/team-b")
+    assert missing.status_code == 404
+    assert "one of: batch/team-a, chat, other" in missing.json()["error"]["message"]
     (replica,) = (await http.get("/v1/replicas")).json()["data"]
     assert replica["id"] == "a"
     assert replica["connected"] is True
