@@ -1,0 +1,274 @@
+"""The world around a pool in test_pool_machine.py: its shell with journal and crashes, its replicas, and a shadow of
+the bytes of the arena.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis.stateful import RuleBasedStateMachine
+from pool_driver import BLOCK_BYTES, BLOCK_TOKENS, small_geometry
+
+from remora.namespaces.commands import (
+    Admit,
+    Admitted,
+    AnyAnswer,
+    AnyCommand,
+    Denied,
+    Granted,
+    LeaseLost,
+    OverQuota,
+    Preempt,
+    Quota,
+    Release,
+    Released,
+    SetQuota,
+    Wait,
+)
+from remora.namespaces.effects import Effect, ZeroBlocks
+from remora.namespaces.hashing import chain_root, kv_fingerprint, next_hash, sharing_domain
+from remora.namespaces.journal import encode_record, read_journal
+from remora.namespaces.pool import PoolState, PoolStateConfig
+from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
+
+NUM_EXTENTS = 5
+EXTENT_BYTES = 36 * BLOCK_BYTES
+DATA_BYTES = NUM_EXTENTS * EXTENT_BYTES
+GEOMETRIES = {"m1": small_geometry(1), "m2": small_geometry(2), "m3": small_geometry(4)}
+FINGERPRINTS = {model: kv_fingerprint(geometry, model, "t") for model, geometry in GEOMETRIES.items()}
+
+
+@dataclass
+class Spec:
+    model: str
+    tenant: str
+    share_group: str
+    guaranteed: int
+    limit: int
+    weight: float
+
+    def domain(self, name: str) -> str:
+        return sharing_domain(NamespaceId(name), self.tenant, self.share_group)
+
+
+#: Guarantees need 1 + 1 + 2 of the 5 extents.
+SPECS = {
+    "alone": Spec("m1", "", "", EXTENT_BYTES // 2, DATA_BYTES, 1.0),
+    "group-a": Spec("m1", "t", "g", EXTENT_BYTES // 4, DATA_BYTES, 2.0),
+    "group-b": Spec("m1", "t", "g", 0, 40 * BLOCK_BYTES, 1.0),
+    "two": Spec("m2", "t", "g", EXTENT_BYTES, DATA_BYTES, 1.0),
+    "three": Spec("m3", "", "", 2 * EXTENT_BYTES, DATA_BYTES, 0.5),
+}
+
+
+@dataclass
+class Running:
+    admit: Admit
+    blocks: list[int]
+    tokens: list[int]
+    hashes: list[BlockHash]
+    num_published: int
+    preempted: bool = False
+
+
+@dataclass
+class Client:
+    """A replica's own view."""
+
+    lease_id: LeaseId
+    model: str
+    call_no: int = 1
+    event_no: int = 0
+    calls: list[tuple[AnyCommand, AnyAnswer]] = field(default_factory=list)
+    running: dict[str, Running] = field(default_factory=dict)
+    waiting: dict[str, Admit] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+
+
+class PoolWorld(RuleBasedStateMachine):
+    """What the rules do it with. `begin` comes first."""
+
+    def begin(self, eviction: str) -> None:
+        config = PoolStateConfig(
+            data_bytes=DATA_BYTES,
+            extent_bytes=EXTENT_BYTES,
+            reserved_bytes=100,
+            max_leases=4,
+            incarnation=3,
+            eviction=eviction,
+        )
+        self.state = PoolState(config)
+        self.now_s = 0.0
+        self.snapshot = self.state.snapshot()
+        self.journal = b""
+        self.record_no = self.first_record_no = 1
+        #: What a replica would find in each 256 bytes of the arena: nothing, or (domain, block hash or sequence).
+        self.shadow: list[tuple[str, object] | None] = [None] * (DATA_BYTES // BLOCK_BYTES)
+        self.clients: list[Client] = []
+        self.prompts: dict[str, list[int]] = {}
+        self.epochs: dict[str, int] = {}
+        self.next_id = 0
+        self.specs = {name: Spec(**vars(spec)) for name, spec in SPECS.items()}
+
+    # ---- the shell: journal, apply, effects, crash ----------------------------------------------------------------
+
+    def apply(self, command: AnyCommand, crash: str = "") -> AnyAnswer:
+        """Journals and applies; on a crash the pool comes back before or after the command, without having answered."""
+        frame = encode_record(self.record_no, command, self.now_s)
+        self.journal += frame
+        self.record_no += 1
+        answer = self.state.apply(command, self.now_s)
+        self.do(self.state.take_effects())
+        if crash:
+            expected = self.state.snapshot()
+            journal = self.journal if crash == "whole" else self.journal[: -len(frame) // 2]
+            self.state = self.recover(journal)
+            if crash == "torn":  # never answered: the caller sends it again
+                again = self.state.apply(command, self.now_s)
+                self.state.take_effects()
+                assert again == answer
+            assert self.state.snapshot() == expected
+        self.hear_events()
+        return answer
+
+    def recover(self, journal: bytes) -> PoolState:
+        state = PoolState.restore(self.snapshot)
+        contents = read_journal(journal, first_record_no=self.first_record_no)
+        for record in contents.records:
+            state.apply(record.command, record.now_s)
+            state.take_effects()
+        return state
+
+    def do(self, effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            if isinstance(effect, ZeroBlocks):
+                for block in effect.blocks:
+                    for unit in units(block, effect.block_bytes):
+                        self.shadow[unit] = None
+
+    def call(self, client: Client, kind: Any, crash: str = "", **fields: Any) -> Any:
+        client.call_no += 1
+        command = kind(lease_id=client.lease_id, call_no=client.call_no, **fields)
+        answer = self.apply(command, crash)
+        client.calls.append((command, answer))
+        return answer
+
+    # ---- the replica's side ---------------------------------------------------------------------------------------
+
+    def hear_events(self) -> None:
+        for client in self.clients:
+            for event in self.state.events_after(client.lease_id, client.event_no):
+                assert event.event_no == client.event_no + 1
+                client.event_no = event.event_no
+                match event:
+                    case Granted(admitted=admitted):
+                        self.started(client, client.waiting.pop(admitted.sequence_id), admitted)
+                    case Denied(over_quota=over_quota):
+                        client.waiting.pop(over_quota.sequence_id)
+                        client.finished.append(over_quota.sequence_id)
+                    case Preempt(sequence_id=sequence_id):
+                        # The answer to the very call that caused it may not have been taken in yet.
+                        if sequence_id in client.running:
+                            client.running[sequence_id].preempted = True
+
+    def started(self, client: Client, admit: Admit, admitted: Admitted) -> None:
+        tokens = self.prompts[admit.sequence_id]
+        spec = self.specs[admit.namespace_id]
+        assert len(admitted.blocks) == admit.num_blocks
+        assert len(set(admitted.blocks)) == len(admitted.blocks)
+        assert admitted.num_cached_blocks * BLOCK_TOKENS < admit.num_tokens
+        running = Running(
+            admit, list(admitted.blocks), tokens, list(admit.hashes), num_published=admitted.num_cached_blocks
+        )
+        size = GEOMETRIES[client.model].block_bytes
+        domain = spec.domain(admit.namespace_id)
+        for position in range(admitted.num_cached_blocks):
+            for part, unit in enumerate(units(admitted.blocks[position], size)):
+                assert self.shadow[unit] == (domain, (admit.hashes[position], part)), "a hit that holds something else"
+        self.write(client, running, admitted.blocks[admitted.num_cached_blocks :], admitted.num_cached_blocks)
+        client.running[admit.sequence_id] = running
+
+    def write(self, client: Client, running: Running, blocks: tuple[int, ...], first_position: int) -> None:
+        """Fills granted blocks; what lay there was empty or of the same sharing domain, and nobody's."""
+        size = GEOMETRIES[client.model].block_bytes
+        domain = self.specs[running.admit.namespace_id].domain(running.admit.namespace_id)
+        held = {u for c in self.clients for r in c.running.values() for b in r.blocks for u in self.units_of(c, b)}
+        own = {u for block in running.blocks[:first_position] for u in units(block, size)}
+        for position, block in enumerate(blocks, first_position):
+            while len(running.hashes) <= position:  # generated tokens, so that every block has content
+                parent = running.hashes[-1] if running.hashes else self.root(running.admit.namespace_id)
+                running.hashes.append(next_hash(parent, [position, len(running.tokens)]))
+            for part, unit in enumerate(units(block, size)):
+                assert unit not in held or running.admit.sequence_id in client.running, "granted while in use"
+                assert unit not in own
+                before = self.shadow[unit]
+                assert before is None or before[0] == domain, "content of another tenant"
+                self.shadow[unit] = (domain, (running.hashes[position], part))
+
+    @staticmethod
+    def units_of(client: Client, block: int) -> range:
+        return units(block, GEOMETRIES[client.model].block_bytes)
+
+    def root(self, namespace: str) -> BlockHash:
+        spec = self.specs[namespace]
+        return chain_root(FINGERPRINTS[spec.model], spec.domain(namespace))
+
+    def call_admit(self, client: Client, crash: str, **fields: Any) -> AnyAnswer:
+        client.call_no += 1
+        command = Admit(lease_id=client.lease_id, call_no=client.call_no, **fields)
+        client.waiting[command.sequence_id] = command  # events of the same command may speak of it
+        answer = self.apply(command, crash)
+        client.calls.append((command, answer))
+        if isinstance(answer, Admitted):
+            self.started(client, client.waiting.pop(command.sequence_id), answer)
+        elif not isinstance(answer, Wait):
+            assert client.waiting.pop(command.sequence_id) is command
+            if isinstance(answer, OverQuota):
+                client.finished.append(command.sequence_id)
+        return answer
+
+    def release_names(self, client: Client, names: list[str], crash: str) -> None:
+        expected = len(names)
+        for name in names:
+            if client.running.pop(name, None) is None:
+                del client.waiting[name]
+            client.finished.append(name)
+        answer = self.call(client, Release, crash, sequence_ids=(*names, *client.finished[:2]))
+        assert isinstance(answer, Released)
+        assert answer.num_released in (expected, expected - 1)  # a parked one may run into its deadline first
+
+    def with_running(self, pick: int) -> Client:
+        able = [c for c in self.clients if c.running]
+        return able[pick % len(able)]
+
+    def set_quota(self, name: str, crash: str = "") -> AnyAnswer:
+        spec = self.specs[name]
+        quota = Quota(guaranteed_bytes=spec.guaranteed, limit_bytes=spec.limit, weight=spec.weight)
+        return self.apply(
+            SetQuota(
+                lease_id=LeaseId(""),
+                namespace_id=NamespaceId(name),
+                model_id=spec.model,
+                quota=quota,
+                tenant=spec.tenant,
+                share_group=spec.share_group,
+            ),
+            crash,
+        )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "clients"):
+            return
+        for client in list(self.clients):
+            self.apply(LeaseLost(lease_id=self.clients.pop(0).lease_id))
+            del client
+        report = self.state.describe()
+        assert (report.used_bytes, report.num_referenced_blocks, report.reserved_bytes) == (0, 0, 0)
+        assert all(namespace.num_waiting == 0 for namespace in report.namespaces)
+        self.state.check_integrity()
+
+
+def units(block: int, block_bytes: int) -> range:
+    size = block_bytes // BLOCK_BYTES
+    return range(block * size, (block + 1) * size)
