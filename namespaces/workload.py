@@ -54,9 +54,9 @@ def customer_service(seed: int, *, duration_s: float = 3600.0, sessions_per_s: f
     arrival_s, number = 0.0, 0
     while (arrival_s := arrival_s + source.expovariate(sessions_per_s)) < duration_s:
         number += 1
-        kind = source.choices(range(len(_KINDS)), [each.share for each in _KINDS])[0]
+        kind_no = source.choices(range(len(_KINDS)), [each.share for each in _KINDS])[0]
         first = source.randrange(_NUM_SYSTEM_PROMPTS) * _SYSTEM_BLOCKS
-        turns.append((arrival_s, number, kind, tuple(range(first, first + _SYSTEM_BLOCKS))))
+        turns.append((arrival_s, number, kind_no, tuple(range(first, first + _SYSTEM_BLOCKS))))
     heapq.heapify(turns)
     while turns:
         now_s, number, kind_no, blocks = heapq.heappop(turns)
