@@ -67,6 +67,9 @@ def serve_environment(temp_dir: Path | None = None) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         # Replicas take any number of requests, so knowing the length of their queues is worth no extra call.
         "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "86400",
+        # After 5 s Serve kills a proxy that a busy machine has not started yet, and its own start fails with it.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
         # A port may be used again at once: HAProxy's workers of this instance end with it.
         "RAY_SERVE_PORT_QUARANTINE_S": "5",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "10",
