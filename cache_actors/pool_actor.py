@@ -42,6 +42,7 @@ from remora.namespaces.commands import (
     Attached,
     AttachRefused,
     Detached,
+    EndSession,
     LeaseLost,
     Refused,
     SetQuota,
@@ -173,7 +174,7 @@ class PoolActor:
 
     def _apply(self, lease_id: LeaseId, commands: list[AnyCommand]) -> list[AnyAnswer]:
         for command in commands:
-            if command.lease_id != lease_id or isinstance(command, LeaseLost | SetQuota | Tick):
+            if command.lease_id != lease_id or isinstance(command, LeaseLost | SetQuota | EndSession | Tick):
                 return [Refused(error=StaleLease.__name__, message="not a command of this lease")] * len(commands)
         answers: list[AnyAnswer] = []
         if commands and isinstance(commands[0], Attach):

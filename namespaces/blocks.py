@@ -127,6 +127,15 @@ class BlockLedger:
             holding.namespace.cached_bytes += size
             holding.policy.add(block)
 
+    def retire(self, tail: Block) -> None:
+        """A session that ended with this block is over: what nobody else uses or continues is not expected back."""
+        block: Block | None = tail
+        num_children = 0
+        while block is not None and not block.refs and len(block.children or ()) == num_children:
+            block.holding.policy.retire(block)
+            block = block.parent
+            num_children = 1
+
     def seal(self, block: Block, realm: Realm, block_hash: BlockHash, parent: Block | None) -> None:
         """Makes a private block immutable and findable."""
         if block.block_hash is not None or block_hash in realm.blocks:

@@ -129,6 +129,12 @@ class SetQuota(Command, frozen=True, kw_only=True, tag=True):
     share_group: str = ""
 
 
+class EndSession(Command, frozen=True, kw_only=True, tag=True):
+    """The session was deleted or has expired: its cached blocks are not expected back. A command of the pool itself."""
+
+    session_id: SessionId
+
+
 class Tick(Command, frozen=True, kw_only=True, tag=True):
     """Lets time pass: parked admissions past their deadline are answered."""
 
@@ -224,7 +230,7 @@ class Refused(Answer, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-AnyCommand = Attach | Admit | Extend | Publish | Release | Detach | LeaseLost | SetQuota | Tick
+AnyCommand = Attach | Admit | Extend | Publish | Release | Detach | LeaseLost | SetQuota | EndSession | Tick
 AnyAnswer = (
     Attached | AttachRefused | Admitted | Wait | OverQuota | Extended | Published | Released | Detached | QuotaSet
     | Done | Refused

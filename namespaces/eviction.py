@@ -47,6 +47,10 @@ class EvictionPolicy(Protocol):
         """An admission found the block and references it now."""
         ...
 
+    def retire(self, block: Block) -> None:
+        """Nobody is expected to come back for the cached block: its session has ended. A hint; it stays cached."""
+        ...
+
     def evict(self, block: Block) -> None:
         """The cached block is gone; its content may be remembered by its hash."""
         ...
@@ -84,6 +88,9 @@ class LruPolicy:
 
     def hit(self, block: Block) -> None:
         """Taking and adding it again is all that counts."""
+
+    def retire(self, block: Block) -> None:
+        """Recency knows nothing of sessions."""
 
     def evict(self, block: Block) -> None:
         del self._blocks[block.index]

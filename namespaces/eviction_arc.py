@@ -75,6 +75,9 @@ class ArcPolicy:
     def hit(self, block: Block) -> None:
         block.uses = 1
 
+    def retire(self, block: Block) -> None:
+        """Not part of the published policy."""
+
     def evict(self, block: Block) -> None:
         self.take(block)
         capacity = self._num_known

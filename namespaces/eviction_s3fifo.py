@@ -90,6 +90,9 @@ class S3FifoPolicy:
     def hit(self, block: Block) -> None:
         block.uses = min(block.uses + 1, _MAX_USES)
 
+    def retire(self, block: Block) -> None:
+        """Not part of the published policy."""
+
     def evict(self, block: Block) -> None:
         self.take(block)
         self._num_blocks[block.rank] -= 1

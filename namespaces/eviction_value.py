@@ -28,6 +28,8 @@ _MAX_USES = 3
 #: Priorities beyond these count as these; each step up doubles the worth of a block.
 _MAX_LEVEL = 2
 _NUM_LEVELS = 2 * _MAX_LEVEL + 1
+#: Class of what belonged only to sessions that have ended: worth nothing until it is used again.
+_RETIRED = 1 + (_MAX_USES + 1) * _NUM_LEVELS
 #: Ghosts that are remembered for each block held: the ages a block is observed at beyond its stay.
 _GHOSTS_PER_BLOCK = 4
 _MAX_GHOSTS = 1 << 18
@@ -69,13 +71,16 @@ class ValuePolicy:
                 self._model.returned(rank, self._now - stamp)
                 block.uses = min(block.uses + uses + 1, _MAX_USES)
         self._now += 1
-        self._num_cached += 1
-        self._capacity = max(self._capacity, self._num_cached)
+        self._capacity = max(self._capacity, self._num_cached + 1)
         self._model.tick(self._now, self._capacity)
         level = max(-_MAX_LEVEL, min(block.level, _MAX_LEVEL)) + _MAX_LEVEL
         block.rank = 1 + block.uses * _NUM_LEVELS + level
         block.stamp = self._now
-        self._model.enter(block.rank, self._now)
+        self._list(block)
+
+    def _list(self, block: Block) -> None:
+        self._num_cached += 1
+        self._model.enter(block.rank, block.stamp)
         self._queues.setdefault(block.rank, OrderedDict())[block.index] = block
 
     def take(self, block: Block) -> None:
@@ -92,6 +97,11 @@ class ValuePolicy:
             self._model.returned(block.rank, self._now - block.stamp)
             block.stamp = self._now
 
+    def retire(self, block: Block) -> None:
+        self.take(block)
+        block.rank = _RETIRED
+        self._list(block)
+
     def evict(self, block: Block) -> None:
         self._unlist(block)
         assert block.block_hash is not None
@@ -107,7 +117,7 @@ class ValuePolicy:
             if not queue:
                 continue
             block = next(iter(queue.values()))
-            weight = 1 << (rank - 1) % _NUM_LEVELS
+            weight = 1 << (rank - 1) % _NUM_LEVELS if rank != _RETIRED else 0
             worth = (weight * self._model.worth(rank, self._now - block.stamp), block.stamp)
             if lowest is None or worth < lowest:
                 lowest, chosen = worth, block

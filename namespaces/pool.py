@@ -24,6 +24,7 @@ from remora.namespaces.commands import (
     Attach,
     Detach,
     Done,
+    EndSession,
     Extend,
     LeaseLost,
     Publish,
@@ -75,6 +76,9 @@ class PoolState:
                 return self._membership.lose(command, now_s)
             case SetQuota():
                 return self._membership.set_quota(command, now_s)
+            case EndSession():
+                self._parts.end_session(command.session_id)
+                return Done()
             case Tick():
                 self._admission.pump(now_s)
                 return Done()

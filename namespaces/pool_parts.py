@@ -16,7 +16,7 @@ from remora.namespaces.quotas import Namespace, QuotaBook
 from remora.namespaces.sequences import RunningTable, Sequence
 from remora.namespaces.waiting import WaitingRoom
 from remora.platform.base.errors import ConfigError, IntegrityError
-from remora.platform.base.ids import Epoch, SessionId
+from remora.platform.base.ids import BlockHash, Epoch, SessionId
 
 #: Blocks of a geometry that every extent must hold, or the geometry cannot attach.
 MIN_EXTENT_BLOCKS = 8
@@ -57,6 +57,8 @@ class SessionEpochs:
 
     def __init__(self) -> None:
         self.highest: OrderedDict[SessionId, Epoch] = OrderedDict()
+        #: Last sealed block of each session's last sequence, as far as one is remembered.
+        self.tails: dict[SessionId, tuple[RealmKey, BlockHash]] = {}
 
     def is_stale(self, session_id: SessionId | None, epoch: Epoch) -> bool:
         return session_id is not None and epoch < self.highest.get(session_id, epoch)
@@ -67,7 +69,8 @@ class SessionEpochs:
         self.highest[session_id] = epoch
         self.highest.move_to_end(session_id)
         if len(self.highest) > MAX_SESSIONS:
-            self.highest.popitem(last=False)
+            forgotten, _ = self.highest.popitem(last=False)
+            self.tails.pop(forgotten, None)
         return before is not None and epoch > before
 
 
@@ -105,9 +108,20 @@ class PoolParts:
         self.running.remove(sequence)
         horizon_blocks = _ADVISED_ARENAS * sequence.space.max_arena_blocks
         sequence.namespace.adviser.touch(sequence.hashes, self.now_s, horizon_blocks)
+        session_id = sequence.admit.session_id
+        if session_id is not None and session_id in self.sessions.highest and sequence.hashes:
+            self.sessions.tails[session_id] = (sequence.realm.key, sequence.hashes[-1])
         sequence.release(self.ledger)
         del lease.sequences[sequence.admit.sequence_id]
         lease.bury(sequence.admit.sequence_id)
+
+    def end_session(self, session_id: SessionId) -> None:
+        """Cached blocks that only this session used are the first to go from now on, if the policy heeds it."""
+        realm_key, block_hash = self.sessions.tails.pop(session_id, (None, b""))
+        realm = self.index.realms.get(realm_key) if realm_key is not None else None
+        tail = realm.blocks.get(BlockHash(block_hash)) if realm is not None else None
+        if tail is not None:
+            self.ledger.retire(tail)
 
     def trim_to_limits(self) -> None:
         """A limit that was lowered below what is in use takes hold as soon as that becomes cache."""

@@ -111,6 +111,8 @@ def _replay(trace: Sequence[TraceRequest], policy: str, capacity_blocks: int) ->
         for block in reversed(blocks):
             block.level = request.priority
             ledger.drop(block)
+        if request.ends_session and blocks:
+            ledger.retire(blocks[-1])
         ledger.effects.clear()
         yield num_hits
 

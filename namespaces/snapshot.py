@@ -21,7 +21,7 @@ from remora.namespaces.waiting import Blocked, Parked
 from remora.platform.base.errors import JournalError
 from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
 
-_MAGIC = b"remora-pool-snapshot-3\n"
+_MAGIC = b"remora-pool-snapshot-4\n"
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +104,7 @@ class _Pool(_Record, frozen=True, array_like=True):
     virtual_time: float
     blocked: Blocked
     sessions: list[tuple[SessionId, Epoch]]
+    session_tails: dict[SessionId, tuple[RealmKey, BlockHash]]
     now_s: float
 
 
@@ -165,6 +166,7 @@ def _freeze(parts: PoolParts) -> _Pool:
         virtual_time=parts.room.virtual_time,
         blocked=parts.room.blocked,
         sessions=list(parts.sessions.highest.items()),
+        session_tails=parts.sessions.tails,
         now_s=parts.now_s,
     )  # fmt: skip
 
@@ -273,6 +275,7 @@ def _thaw(pool: _Pool) -> PoolParts:
     parts.room.virtual_time = pool.virtual_time
     parts.room.blocked = pool.blocked
     parts.sessions.highest.update(pool.sessions)
+    parts.sessions.tails.update(pool.session_tails)
     parts.now_s = pool.now_s
     return parts
 

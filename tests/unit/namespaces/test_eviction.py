@@ -7,10 +7,11 @@ import random
 import pytest
 from pool_driver import BLOCK_TOKENS, Driver, Replica, prompt
 
-from remora.namespaces.commands import Admitted
+from remora.namespaces.commands import Admitted, Done, EndSession
 from remora.namespaces.eviction import POLICY_NAMES
 from remora.namespaces.pool import PoolStateConfig
 from remora.platform.base.errors import ConfigError
+from remora.platform.base.ids import LeaseId, SessionId
 
 
 def one_namespace(eviction: str, *, num_extents: int = 2) -> tuple[Driver, Replica]:
@@ -98,6 +99,53 @@ def test_an_admission_that_found_blocks_but_had_to_wait_is_no_hit(eviction: str)
     for _ in range(5):
         driver.tick(1.0)
     assert [block.uses for block in driver.state._parts.extents.extents[0].blocks.values()] == notes
+
+
+def end_session(driver: Driver, session: str) -> None:
+    assert driver.apply(EndSession(lease_id=LeaseId(""), session_id=SessionId(session))) == Done()
+
+
+def test_what_only_an_ended_session_used_goes_first() -> None:
+    driver, replica = one_namespace("value")
+    for name, start in (("old", 1), ("ended", 2), ("alone", 3)):
+        replica.run(name, "a", [*prompt(2), *prompt(6, start=start)], session=name)
+        replica.release(name)
+    driver.restart()
+    end_session(driver, "ended")
+    end_session(driver, "ended")
+    end_session(driver, "never heard of")
+    replica.cache("new", "a", prompt(16, start=4))  # 12 are free
+    assert num_cached(replica, "1", [*prompt(2), *prompt(6, start=1)]) == 8  # takes a block for its last token
+    assert num_cached(replica, "2", [*prompt(2), *prompt(6, start=3)]) == 8
+    assert num_cached(replica, "0", [*prompt(2), *prompt(6, start=2)]) == 2 + 1
+
+
+def test_an_ended_session_takes_nothing_with_it_that_others_use_or_continue() -> None:
+    driver, replica = one_namespace("value")
+    replica.run("ended", "a", prompt(4), session="ended")
+    replica.release("ended")
+    replica.run("fork", "a", [*prompt(4), *prompt(2, start=1)], session="fork")
+    end_session(driver, "ended")  # everything is referenced
+    replica.release("fork")
+    end_session(driver, "ended")
+    replica.cache("flood", "a", prompt(24, start=2))
+    assert num_cached(replica, "0", [*prompt(4), *prompt(2, start=1)]) == 6
+    replica.cache("more", "a", prompt(4, start=3))
+    assert driver.report("a").evicted_blocks
+
+
+@pytest.mark.parametrize("priority", [-2, 2])
+def test_of_two_equal_conversations_the_one_of_lower_priority_goes_first(priority: int) -> None:
+    _, replica = one_namespace("value")
+    for turn in range(20):
+        for name, level in (("plain", 0), ("other", priority)):
+            tokens = [*prompt(8, start=1 + (name == "other")), *prompt(1, start=10 + turn)]
+            replica.run(f"{name} {turn}", "a", tokens, priority=level)
+            replica.release(f"{name} {turn}")
+    replica.cache("flood", "a", prompt(20, start=50))
+    plain = num_cached(replica, "p", prompt(8, start=1))
+    other = num_cached(replica, "o", prompt(8, start=2))
+    assert (other > plain) == (priority > 0)
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
