@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import threading
+import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -39,18 +41,24 @@ def test_a_client_that_leaves_while_queued_frees_its_place(platform: Any) -> Non
     body = {"model": "smollm2", "prompt": [5] * 700, "max_tokens": 380, "ignore_eos": True, "stream": True}
     with platform.http.stream("POST", "/v1/completions", json=body, headers=HEADERS) as response:
         next(response.iter_lines())
-        queued = threading.Thread(target=_leave_after, args=(platform.url, {**body, "prompt": [6] * 700}, 1.0))
-        queued.start()
-        platform.eventually(lambda: _namespace(platform, QUEUE)["num_waiting"] == 1, 5, what="one waits")
-        queued.join()
+        with _connected_request(platform, {**body, "prompt": [6] * 700}):
+            platform.eventually(lambda: _namespace(platform, QUEUE)["num_waiting"] == 1, 5, what="one waits")
         platform.eventually(lambda: _namespace(platform, QUEUE)["num_waiting"] == 0, 1.0, what="none waits")
         assert _namespace(platform, QUEUE)["num_running"] == 1
     platform.eventually(lambda: platform.referenced_blocks() == 0, 1.0, what="blocks are back")
 
 
-def _leave_after(url: str, body: dict[str, Any], seconds: float) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=seconds)
+@contextmanager
+def _connected_request(platform: Any, body: dict[str, Any]) -> Iterator[None]:
+    """A client that has asked and hangs up when the block ends."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"X-Remora-Namespace: {QUEUE}\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", platform.config.http.port)) as connection:
+        connection.sendall(head.encode() + data)
+        yield
 
 
 def test_two_hundred_mixed_requests_half_of_them_aborted_return_to_the_baseline(platform: Any) -> None:
