@@ -30,6 +30,8 @@ _MAX_LEVEL = 2
 _NUM_LEVELS = 2 * _MAX_LEVEL + 1
 #: Class of what belonged only to sessions that have ended: worth nothing until it is used again.
 _RETIRED = 1 + (_MAX_USES + 1) * _NUM_LEVELS
+#: By class: what a saved second of its priority is worth; 0 belongs to no class.
+_WEIGHTS = (0, *(1 << level for _ in range(_MAX_USES + 1) for level in range(_NUM_LEVELS)))
 #: Ghosts that are remembered for each block held: the ages a block is observed at beyond its stay.
 _GHOSTS_PER_BLOCK = 4
 _MAX_GHOSTS = 1 << 18
@@ -72,23 +74,30 @@ class ValuePolicy:
                 block.uses = min(block.uses + uses + 1, _MAX_USES)
         self._now += 1
         self._capacity = max(self._capacity, self._num_cached + 1)
-        self._model.tick(self._now, self._capacity)
-        level = max(-_MAX_LEVEL, min(block.level, _MAX_LEVEL)) + _MAX_LEVEL
-        block.rank = 1 + block.uses * _NUM_LEVELS + level
+        if self._now >= self._model.next_tick:
+            self._model.tick(self._now, self._capacity)
+        level = max(-_MAX_LEVEL, min(block.level, _MAX_LEVEL)) if block.level else 0
+        block.rank = 1 + block.uses * _NUM_LEVELS + _MAX_LEVEL + level
         block.stamp = self._now
         self._list(block)
 
     def _list(self, block: Block) -> None:
         self._num_cached += 1
         self._model.enter(block.rank, block.stamp)
-        self._queues.setdefault(block.rank, OrderedDict())[block.index] = block
+        queue = self._queues.get(block.rank)
+        if queue is None:
+            queue = self._queues[block.rank] = OrderedDict()
+        queue[block.index] = block
 
     def take(self, block: Block) -> None:
         self._unlist(block)
         self._model.leave(block.rank, block.stamp)
 
     def _unlist(self, block: Block) -> None:
-        del self._queues[block.rank][block.index]
+        queue = self._queues[block.rank]
+        del queue[block.index]
+        if not queue:
+            del self._queues[block.rank]
         self._num_cached -= 1
 
     def hit(self, block: Block) -> None:
@@ -114,11 +123,10 @@ class ValuePolicy:
         lowest: tuple[float, int] | None = None
         chosen: Block | None = None
         for rank, queue in self._queues.items():
-            if not queue:
-                continue
             block = next(iter(queue.values()))
-            weight = 1 << (rank - 1) % _NUM_LEVELS if rank != _RETIRED else 0
-            worth = (weight * self._model.worth(rank, self._now - block.stamp), block.stamp)
+            if rank == _RETIRED:
+                return block
+            worth = (_WEIGHTS[rank] * self._model.worth(rank, self._now - block.stamp), block.stamp)
             if lowest is None or worth < lowest:
                 lowest, chosen = worth, block
         return chosen
@@ -132,7 +140,7 @@ class ValuePolicy:
 
     def dump(self) -> bytes:
         state = _Dump(
-            {rank: list(queue) for rank, queue in sorted(self._queues.items()) if queue},
+            {rank: list(queue) for rank, queue in sorted(self._queues.items())},
             [(block_hash, *ghost) for block_hash, ghost in self._ghosts.items()],
             self._now,
             self._capacity,

@@ -17,6 +17,8 @@ import msgspec
 _NUM_BUCKETS = 48
 _FIRST_AGES = [((2 + bucket % 2) << (bucket // 2)) - 2 for bucket in range(_NUM_BUCKETS + 1)]
 _WIDTHS = [_FIRST_AGES[bucket + 1] - _FIRST_AGES[bucket] for bucket in range(_NUM_BUCKETS)]
+#: Epochs in a turnover of the cache, at most.
+_MAX_TICKS = 24
 #: Share of old observations that is left after a tick.
 _FADING = 0.995
 #: Observed blocks that are as good as what all classes together say; in a small cache, a share of it.
@@ -31,7 +33,8 @@ _SLOPE = 0.7
 def age_bucket(age: int) -> int:
     """0 → 0, 1 → 1, 2 and 3 → 2, 4 and 5 → 3, 6 to 9 → 4, ..."""
     octave = (age + 2).bit_length() - 2
-    return min(2 * octave + ((age + 2) >> octave & 1), _NUM_BUCKETS - 1)
+    bucket = 2 * octave + ((age + 2) >> octave) - 2
+    return bucket if bucket < _NUM_BUCKETS else _NUM_BUCKETS - 1
 
 
 class _Class(msgspec.Struct, array_like=True):
@@ -58,6 +61,10 @@ class ReuseModel:
 
     def __init__(self) -> None:
         self._state = _State()
+
+    @property
+    def next_tick(self) -> int:
+        return self._state.next_tick
 
     def enter(self, rank: int, now: int) -> None:
         """A block of this class was released."""
@@ -86,12 +93,11 @@ class ReuseModel:
         return self._state.classes[rank].worth[age_bucket(age)]
 
     def tick(self, now: int, capacity: int) -> None:
-        """To be called at each release; learns about sixteen times while a cache of this capacity turns over."""
+        """Learns from what was observed; due when `now` reaches `next_tick`: twelve to twenty-four times while a cache
+        of this capacity turns over."""
         state = self._state
-        while 24 * state.epoch_length < capacity:
+        while _MAX_TICKS * state.epoch_length < capacity:
             self._double_epochs()
-        if now < state.next_tick:
-            return
         state.next_tick = now + state.epoch_length
         for each in state.classes.values():
             self._observe(each, now)
