@@ -31,7 +31,8 @@ class Platform:
     def __init__(self, config: RemoraConfig) -> None:
         self.config = config
         self.url = f"http://127.0.0.1:{config.http.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        # A connection that is kept would be one to a router that a test has killed since.
+        self.http = httpx.Client(base_url=self.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
     def get(self, path: str) -> Any:
         response = self.http.get(path)

@@ -51,6 +51,13 @@ class Echo:
         return self.id
 
 
+class Front:
+    """The application's ingress, which HAProxy would balance by itself; targeting is for what stands behind it."""
+
+    def __init__(self, echo: Any) -> None:
+        self.echo = echo
+
+
 @pytest.fixture(scope="module")
 def handle(platform: Any) -> Iterator[Any]:
     from ray import cloudpickle, serve
@@ -66,7 +73,9 @@ def handle(platform: Any) -> Iterator[Any]:
         ray_actor_options={"num_cpus": 0.01},
         request_router_config=RequestRouterConfig(request_router_class=TargetedRequestRouter),
     )(Echo)
-    yield serve.run(deployment.bind(), name=APP, route_prefix=None)
+    front: Any = serve.deployment(name="Front", ray_actor_options={"num_cpus": 0.01})(Front)
+    serve.run(front.bind(deployment.bind()), name=APP, route_prefix=None)
+    yield serve.get_deployment_handle("Echo", APP)
     serve.delete(APP)
 
 
