@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from remora.namespaces.replay import OPTIMUM, ReplayResult, replay
 from remora.namespaces.trace import count_unique_blocks
 from remora.namespaces.workload import REPORT_SEEDS, TUNING_SEED, customer_service
 
@@ -28,3 +29,15 @@ def test_turns_of_a_session_grow_keep_their_priority_and_end_at_most_once() -> N
     closed = sum(request.ends_session for request in last.values())
     assert 0.7 < closed / len(last) < 0.9
     assert count_unique_blocks(trace) > 5000
+
+
+def test_the_default_uses_what_is_known_of_sessions_and_priorities() -> None:
+    trace = customer_service(REPORT_SEEDS[0])
+    lru, value, best = (replay(trace, policy, 2500) for policy in ("lru", "value", OPTIMUM))
+    assert value.hit_rate - lru.hit_rate > 0.5 * (best.hit_rate - lru.hit_rate) > 0.05
+
+    def live_chats(result: ReplayResult) -> float:
+        return result.hits_by_priority[2] / result.lookups_by_priority[2]
+
+    assert live_chats(value) > live_chats(best) - 0.02
+    assert live_chats(value) > live_chats(lru) + 0.15
