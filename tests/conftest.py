@@ -29,16 +29,8 @@ os.environ["REMORA_STATE_DIR"] = str(_STATE_DIR)
 os.environ["REMORA_SHM_DIR"] = str(_SHM_DIR)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from remora.platform.base.local_ray import (  # noqa: E402  # reads the environment set above
-    local_ray_environment,
-    new_temp_dir,
-    start_local_ray,
-    stop_local_ray,
-)
-
-# Ray and Serve read it when they are imported, which test modules do before any fixture runs.
-_RAY_DIR = new_temp_dir()
-os.environ.update(local_ray_environment(_RAY_DIR))
+# Ray reads this when it is imported, which test modules do before any fixture runs: its sockets bind to loopback.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 REQUIRE_ALL = os.environ.get("REMORA_REQUIRE_ALL") == "1"
 
@@ -106,9 +98,12 @@ def ray_cluster() -> Iterator[None]:
 
     Named actors need names of their own. Serve's environment is set, Serve itself is not started.
     """
-    start_local_ray(_RAY_DIR, namespace="remora-tests", num_cpus=16, object_store_bytes=128 * 1024 * 1024)
+    from remora.platform.base.local_ray import new_temp_dir, start_local_ray, stop_local_ray
+
+    temp_dir = new_temp_dir()
+    start_local_ray(temp_dir, namespace="remora-tests", num_cpus=16, object_store_bytes=128 * 1024 * 1024)
     yield
-    stop_local_ray(_RAY_DIR)
+    stop_local_ray(temp_dir)
 
 
 # ---- which tests run -------------------------------------------------------------------------------------------------
@@ -184,7 +179,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     left += [f"shared memory: {path}" for path in sorted(_SHM_DIR.iterdir())]
     shutil.rmtree(_SHM_DIR, ignore_errors=True)
     shutil.rmtree(_STATE_DIR, ignore_errors=True)
-    shutil.rmtree(_RAY_DIR, ignore_errors=True)
     session.config.stash[_leftovers] = left
     if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

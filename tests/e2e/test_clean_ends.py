@@ -38,8 +38,9 @@ def test_a_client_that_leaves_while_streaming_frees_its_blocks_within_a_second(p
 
 def test_a_client_that_leaves_while_queued_frees_its_place(platform: Any) -> None:
     """The namespace has 34 blocks; each of the two requests starts with 23, and the first runs for seconds."""
-    body = {"model": "smollm2", "prompt": [5] * 700, "max_tokens": 380, "ignore_eos": True, "stream": True}
+    body = {"model": "smollm2", "prompt": [5] * 700, "max_tokens": 300, "ignore_eos": True, "stream": True}
     with platform.http.stream("POST", "/v1/completions", json=body, headers=HEADERS) as response:
+        assert response.status_code == 200
         next(response.iter_lines())
         with _connected_request(platform, {**body, "prompt": [6] * 700}):
             platform.eventually(lambda: _namespace(platform, QUEUE)["num_waiting"] == 1, 5, what="one waits")
