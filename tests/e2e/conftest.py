@@ -66,7 +66,7 @@ class Platform:
     def settle(self) -> None:
         """Waits until every model has a replica and nothing runs."""
         self.eventually(lambda: self.http.get("/ready").status_code == 200, 90, what="ready")
-        self.eventually(lambda: self.referenced_blocks() == 0, 10, what="no block is referenced")
+        self.eventually(lambda: self.referenced_blocks() == 0, 60, what="no block is referenced")
 
 
 def _config(state_dir: Path) -> RemoraConfig:
