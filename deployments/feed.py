@@ -3,6 +3,9 @@
     engine thread ── emit(router, deltas) ──► hub ── messages(router) ──► router
                                                └── on_abandoned(requests): nobody waits for them any more
 
+A router that was killed does not close its feeds, and what carries them may go on reading for a while: routers say
+every second that they are there, and a feed whose router has said nothing for long ends.
+
 A feed is an era. Opening one ends the router's earlier feed and cancels what was sent under it, because the router has
 already given those requests to another replica, or sends them again.
 """
@@ -21,13 +24,16 @@ logger = logging.getLogger(__name__)
 
 #: A silent feed sends an empty message this often, so that the other side can tell idle from dead.
 HEARTBEAT_S = 1.0
+#: A router that says nothing for so long is gone; a live one calls `hear` every second.
+MAX_ROUTER_SILENCE_S = 5.0
 
 
 class _Feed:
-    __slots__ = ("closed", "deltas", "message_no", "num_open_choices", "wake")
+    __slots__ = ("closed", "deltas", "heard_s", "message_no", "num_open_choices", "wake")
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: float) -> None:
         self.deltas: list[TokenDelta] = []
+        self.heard_s = now_s
         self.message_no = 0
         self.wake = asyncio.Event()
         self.closed = False
@@ -45,11 +51,14 @@ class FeedHub:
         on_abandoned: Callable[[Sequence[RequestId]], None],
         load_tokens: Callable[[], int],
         heartbeat_s: float = HEARTBEAT_S,
+        max_router_silence_s: float = MAX_ROUTER_SILENCE_S,
     ) -> None:
         self._replica_id = replica_id
         self._on_abandoned = on_abandoned
         self._load_tokens = load_tokens
         self._heartbeat_s = heartbeat_s
+        self._max_router_silence_s = max_router_silence_s
+        self._sweep_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._feeds: dict[RouterId, _Feed] = {}
 
@@ -77,7 +86,28 @@ class FeedHub:
         feed = self._feeds.get(request.router_id)
         if feed is None:
             raise Unavailable(f"router {request.router_id} has no open feed at replica {self._replica_id}")
+        feed.heard_s = self._loop.time()
         feed.num_open_choices[request.request_id] = request.num_choices
+
+    def hear(self, router_id: RouterId) -> None:
+        """Notes that the router is alive."""
+        feed = self._feeds.get(router_id)
+        if feed is not None:
+            feed.heard_s = self._loop.time()
+
+    def _sweep(self) -> None:
+        """Ends the feeds of routers that say nothing any more. Runs for as long as there are feeds."""
+        limit_s = self._loop.time() - self._max_router_silence_s
+        for router_id in [router_id for router_id, feed in self._feeds.items() if feed.heard_s < limit_s]:
+            logger.warning("router %s has said nothing for %g s", router_id, self._max_router_silence_s)
+            self.close(router_id)
+        self._sweep_timer = None
+        if self._feeds:
+            self._plan_sweep()
+
+    def _plan_sweep(self) -> None:
+        if self._sweep_timer is None:
+            self._sweep_timer = self._loop.call_later(self._max_router_silence_s / 5, self._sweep)
 
     def drop(self, request_id: RequestId) -> None:
         """Forgets a request that was cancelled."""
@@ -90,7 +120,8 @@ class FeedHub:
     async def messages(self, router_id: RouterId) -> AsyncIterator[FeedMessage]:
         """The router's feed until it is closed or superseded; closing the iterator closes the feed."""
         self.close(router_id)
-        feed = self._feeds[router_id] = _Feed()
+        feed = self._feeds[router_id] = _Feed(self._loop.time())
+        self._plan_sweep()
         try:
             while not feed.closed:
                 deltas, feed.deltas = tuple(feed.deltas), []

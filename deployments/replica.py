@@ -148,6 +148,11 @@ class ModelReplica:
         self._cancel_all(request_ids)
         return b""
 
+    async def keep_alive(self, router_id: str, *, target: str) -> bytes:
+        """The router is there, and wants its feed."""
+        self._hub.hear(RouterId(router_id))
+        return b""
+
     async def feed(self, router_id: str, *, target: str) -> AsyncIterator[bytes]:
         """FeedMessages for the router, one a step at most; see FeedHub."""
         async for message in self._hub.messages(RouterId(router_id)):

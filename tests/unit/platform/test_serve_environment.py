@@ -92,19 +92,6 @@ def test_the_instances_files_are_private_and_its_socket_paths_short(tmp_path: Pa
     assert len(os.path.join(os.path.dirname(socket), "n" * 56, os.path.basename(socket))) + len(".4194304.tmp") < 107
 
 
-def test_an_environment_made_within_another_wraps_haproxy_and_not_the_others_wrapper(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
-    outer = serve_environment(tmp_path / "outer")
-    for name, value in outer.items():
-        monkeypatch.setenv(name, value)
-    inner = serve_environment(tmp_path / "inner")
-    wrapper = Path(inner["RAY_SERVE_HAPROXY_BINARY_PATH"])
-    assert wrapper != Path(outer["RAY_SERVE_HAPROXY_BINARY_PATH"])
-    assert "outer" not in wrapper.read_text()
-
-
 def test_without_a_folder_haproxy_is_not_used() -> None:
     assert "RAY_SERVE_ENABLE_HA_PROXY" not in serve_environment()
 

@@ -112,6 +112,10 @@ class FakeReplica:
                 del self.running[request.request_id]
                 self.hub.emit(request.router_id, (delta,))
 
+    async def keep_alive(self, router_id: RouterId) -> None:
+        self._check()
+        self.hub.hear(router_id)
+
     async def cancel(self, request_ids: Sequence[RequestId]) -> None:
         self._check()
         self.cancelled.extend(request_ids)

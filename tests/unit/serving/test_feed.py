@@ -32,13 +32,14 @@ def request(name: str = "q", num_choices: int = 1) -> GenerationRequest:
 
 
 class Hub:
-    def __init__(self, heartbeat_s: float = 5.0) -> None:
+    def __init__(self, heartbeat_s: float = 5.0, max_router_silence_s: float = 60.0) -> None:
         self.abandoned: list[tuple[RequestId, ...]] = []
         self.hub = FeedHub(
             ReplicaId("a"),
             on_abandoned=lambda ids: self.abandoned.append(tuple(ids)),
             load_tokens=lambda: 7,
             heartbeat_s=heartbeat_s,
+            max_router_silence_s=max_router_silence_s,
         )
 
 
@@ -105,6 +106,38 @@ async def test_a_new_feed_of_a_router_ends_the_old_one_and_its_requests() -> Non
     made.hub.emit(ROUTER, (delta("after"),))
     assert len((await anext(new)).deltas) == 1
     assert made.abandoned == [("before",)]
+
+
+async def test_the_feed_of_a_router_that_says_nothing_ends_although_something_reads_it() -> None:
+    """What carries a feed may read on for a router that was killed."""
+    made = Hub(heartbeat_s=0.01, max_router_silence_s=0.1)
+    feed = await opened(made.hub)
+    made.hub.take(request())
+    async with asyncio.timeout(5):
+        async for _ in feed:
+            made.hub.emit(ROUTER, (delta(),))
+    assert made.abandoned == [("q",)]
+    assert made.hub.num_open() == 0
+
+
+async def test_the_feed_of_a_silent_router_ends_although_nothing_reads_it() -> None:
+    made = Hub(max_router_silence_s=0.05)
+    _kept = await opened(made.hub)
+    made.hub.take(request())
+    async with asyncio.timeout(5):
+        while made.hub.num_open():
+            await asyncio.sleep(0.01)
+    assert made.abandoned == [("q",)]
+
+
+async def test_a_router_that_is_heard_keeps_its_feed() -> None:
+    made = Hub(max_router_silence_s=0.2)
+    _kept = await opened(made.hub)
+    for _ in range(20):
+        made.hub.hear(ROUTER)
+        await asyncio.sleep(0.02)
+    assert made.hub.num_open() == 1
+    made.hub.hear(RouterId("unknown"))
 
 
 async def test_deltas_for_nobody_are_dropped() -> None:
