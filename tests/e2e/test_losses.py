@@ -89,7 +89,6 @@ def test_two_replicas_share_prefixes_through_the_pool(platform: Any) -> None:
     assert sorted(after[each] - before[each] for each in before) == [1, 2]
 
 
-@pytest.mark.xfail(strict=False, reason="open: a replica can take longer than 2 s to notice that a router was killed")
 def test_a_killed_router_comes_back_and_leaves_no_request_running(platform: Any) -> None:
     """Its clients lose their connection, which it owned; everything else goes on."""
     session = os.environ["REMORA_TEST_SESSION"]
@@ -114,10 +113,10 @@ def test_a_killed_router_comes_back_and_leaves_no_request_running(platform: Any)
         return response.status_code == 200
 
     platform.eventually(is_back, 60, what="the router is back")
-    platform.eventually(lambda: platform.referenced_blocks() == 0, 2, what="blocks are back")
+    # Replicas give up on a router that says nothing for five seconds.
+    platform.eventually(lambda: platform.referenced_blocks() == 0, 8, what="blocks are back")
 
 
-@pytest.mark.xfail(strict=False, reason="open: not reliable on a busy machine")
 def test_requests_and_caches_outlive_the_pool_actor(platform: Any) -> None:
     body = {"model": "smollm2", "prompt": "Before the pool fell. " + LONG, "max_tokens": 300, "temperature": 0}
     expected = platform.http.post("/v1/completions", json=body).json()
