@@ -56,6 +56,12 @@ def _answers(url: str) -> bool:
         return False
 
 
+def _preloaded(vllm: Path) -> list[Path]:
+    """What vLLM's documentation preloads on a CPU, as far as it is installed: tcmalloc and Intel's OpenMP."""
+    allocators = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
+    return [*allocators[:1], *sorted(vllm.glob("lib/libiomp5.so"))]
+
+
 def measure(url: str, model: str, clients: list[int], requests: int) -> dict[int, Figures]:
     """One run for each number of clients, after a warm-up. All prompts differ, so nothing is served from a cache."""
     command = [sys.executable, "-m", "remora.platform.cli.main", "bench", "--url", url, "-m", model, "--json"]
@@ -80,7 +86,14 @@ def main() -> None:
         "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(PORTS["vllm"]), "--max-model-len", "2048",
         "--max-num-seqs", "64",
     ]  # fmt: skip
-    vllm_environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    vllm_environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Left to itself it keeps one core free for its other processes, which on two cores is half the machine.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "LD_PRELOAD": ":".join(map(str, _preloaded(options.vllm))),
+    }
     remora_command = [sys.executable, "-m", "remora.platform.cli.main", "up", "--port", str(PORTS["remora"])]
     runs: dict[str, list[dict[int, Figures]]] = {}
     for _ in range(options.rounds):
