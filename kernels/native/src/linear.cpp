@@ -1,5 +1,7 @@
 #include "linear.h"
 
+#include <type_traits>
+
 #include "encodings.h"
 #include "micro_kernels.h"
 #include "simd.h"
@@ -17,6 +19,8 @@ constexpr int64_t RESIDENT_BYTES = 512 << 10;
 constexpr int64_t RESIDENT_BYTES = 256 << 10;
 #endif
 constexpr int64_t STREAM_AHEAD_BYTES = 4096;
+// Rows from which on it is worth widening a slice of bf16 weights once, for all row tiles.
+constexpr int64_t WIDENED_ROWS = 5;
 // Lines of a panel's two blocks that stay in the level-1 cache: 16 KiB.
 constexpr int64_t SLICE_LINES = 128;
 
@@ -100,13 +104,23 @@ struct TileKernel {
   int num_blocks;  // 2: the whole panel in one call
 };
 
+// Whether the tiles read a widened copy of the panel; see ProductBf16Widened.
+template <class Product>
+constexpr bool is_widened() {
+#if REMORA_VECTOR_BYTES == 32
+  return std::is_same_v<Product, ProductBf16Widened>;
+#else
+  return false;
+#endif
+}
+
 // Rows of a tile at most, as many as leave the accumulators in registers.
 template <class Product>
 constexpr int max_tile_rows() {
   if (REMORA_VECTOR_BYTES == 64) return 12;
   if (REMORA_VECTOR_BYTES == 16) return 2;
-  // 6 would fit floats too, but gcc then moves registers around: 20 % slower than 4.
-  return Product::FLOATS ? 4 : 6;
+  // 6 would fit weights that are widened on the way too, but gcc then moves registers around: 20 % slower than 4.
+  return Product::FLOATS && Product::PARTS == 2 ? 4 : 6;
 }
 
 // A kernel for this many rows, or for the next larger number that has one: it computes spare rows.
@@ -124,6 +138,7 @@ TileKernel tile_kernel(int64_t num_rows) {
     case 2: return {micro_kernel<Product, 2, 2>(), 2};
     case 3: return {micro_kernel<Product, 3, 1>(), 1};
     case 4: return {micro_kernel<Product, 4, 1>(), 1};
+    case 5: return {micro_kernel<Product, max_tile_rows<Product>() == 6 ? 5 : 4, 1>(), 1};
     default: return {micro_kernel<Product, max_tile_rows<Product>(), 1>(), 1};
   }
 #else
@@ -140,24 +155,37 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
   constexpr int64_t MAX_ROWS = max_tile_rows<Product>();
   const int64_t count = end - begin, num_tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
   const int64_t panel_bytes = call.weights.panel_bytes(), block_bytes = panel_bytes / 2;
-  const int64_t lines = block_bytes / LINE_BYTES, slice = num_tiles == 1 ? lines : SLICE_LINES;
+  constexpr bool WIDENED = is_widened<Product>();
+  // Lines that the kernel sees for each line of the panel.
+  constexpr int64_t WIDTH = WIDENED ? 2 : 1;
+  const int64_t lines = block_bytes / LINE_BYTES;
+  const int64_t slice = WIDENED ? SLICE_LINES / WIDTH : num_tiles == 1 ? lines : SLICE_LINES;
+  alignas(64) float wide[WIDENED ? 2 * SLICE_LINES * BLOCK_COLUMNS : 1];
   const uint8_t* panel = call.weights.data + panel_index * panel_bytes;
   // Each call fetches lines of the next panel in proportion to its own.
   const uint8_t* next = panel + panel_bytes;
   for (int64_t line = 0; line < lines; line += slice) {
     const int64_t slice_lines = lines - line < slice ? lines - line : slice;
+#if REMORA_VECTOR_BYTES == 32
+    if constexpr (WIDENED) {
+      for (int b = 0; b < 2; ++b)
+        widen_lines(panel + b * block_bytes + line * LINE_BYTES, slice_lines, wide + b * SLICE_LINES * BLOCK_COLUMNS);
+    }
+#endif
     for (int64_t t = 0; t < num_tiles; ++t) {
       const int64_t first = count * t / num_tiles, last = count * (t + 1) / num_tiles;
       const TileKernel chosen = tile_kernel<Product>(last - first);
       for (int64_t b = 0; b < 2; b += chosen.num_blocks) {
-        MicroTile part{call.row(begin + first) + line * 4 * Product::PARTS,
+        const uint8_t* block = panel + b * block_bytes + line * LINE_BYTES;
+        if (WIDENED) block = reinterpret_cast<const uint8_t*>(wide + b * SLICE_LINES * BLOCK_COLUMNS);
+        MicroTile part{call.row(begin + first) + line * 4 * Product::PARTS * WIDTH,
                        call.activations.stride,
-                       panel + b * block_bytes + line * LINE_BYTES,
+                       block,
                        block_bytes,
-                       slice_lines,
+                       slice_lines * WIDTH,
                        sums + t * MAX_ROWS * PANEL_COLUMNS + b * BLOCK_COLUMNS,
                        line > 0,
-                       {next, chosen.num_blocks * LINE_BYTES / num_tiles},
+                       {next, chosen.num_blocks * LINE_BYTES / (num_tiles * WIDTH)},
                        {}};
         if (!Product::FLOATS) {
           const int64_t groups = num_scales(call.weights.num_in), group = line / GROUP_LINES;
@@ -165,7 +193,7 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
                          call.weights.column_sum + (panel_index * groups + group) * PANEL_COLUMNS + b * BLOCK_COLUMNS};
         }
         if (num_tiles == 1) part.prefetch.next = part.block + STREAM_AHEAD_BYTES;
-        next += part.prefetch.bytes_per_line * slice_lines;
+        next += part.prefetch.bytes_per_line * part.lines;
         chosen.kernel(part);
       }
     }
@@ -322,6 +350,10 @@ void linear(Team& team, const PackedLinear& weights, const Activations& activati
 #if REMORA_DPBF16
   if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Pairs>(team, call, panels);
 #else
+#if REMORA_VECTOR_BYTES == 32
+  if (weights.dtype == Dtype::bf16 && num_rows >= WIDENED_ROWS)
+    return linear_vectors<ProductBf16Widened>(team, call, panels);
+#endif
   if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Wide>(team, call, panels);
 #endif
   return linear_vectors<ProductInt8>(team, call, panels);

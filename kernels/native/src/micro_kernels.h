@@ -101,6 +101,22 @@ struct ProductBf16Wide : ProductFp32 {
   }
 };
 
+#if REMORA_VECTOR_BYTES == 32
+// The same for many rows: a slice of the panel is widened once, and all row tiles read it as fp32.
+struct ProductBf16Widened : ProductFp32 {};
+
+// Lines of bf16 weights as twice as many lines of fp32, in the order of k.
+REMORA_INLINE void widen_lines(const uint8_t* lines, int64_t num_lines, float* out) {
+  for (; num_lines > 0; --num_lines, lines += LINE_BYTES, out += 2 * BLOCK_COLUMNS) {
+    repeat<BLOCK_VECTORS>([&](auto v) REMORA_LAMBDA {
+      const uint8_t* line = lines + v * REMORA_VECTOR_BYTES;
+      store(out + v * LANES, ProductBf16Wide::weights(line, 0));
+      store(out + BLOCK_COLUMNS + v * LANES, ProductBf16Wide::weights(line, 1));
+    });
+  }
+}
+#endif
+
 #if REMORA_DPBF16
 struct ProductBf16Pairs {
   using Accumulator = vfloat;
