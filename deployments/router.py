@@ -219,6 +219,8 @@ class RouterCore:
         self._assign(stream)
 
     def _assign(self, stream: RequestStream) -> None:
+        if request.session_id is not None:
+            attributes[names.REMORA_SESSION_ID] = request.session_id
         """Gives a waiting request to a replica, if there is one."""
         request = stream.request
         connected = self._connected(request.model_id)
@@ -227,6 +229,7 @@ class RouterCore:
         attributes = {names.REMORA_REQUEST_ID: stream.attempt_id, names.REMORA_NAMESPACE: request.namespace_id}
         with span(names.ROUTER_ROUTE, attributes, parent=request.trace_context) as route:
             key = affinity_key(request.namespace_id, request.block_hashes)
+            route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
             choice = place(key, [_candidate(each) for each in connected], stream.load_tokens)
             route.set_attribute(names.REMORA_REPLICA_ID, choice.replica_id)
             route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)

@@ -43,7 +43,6 @@ class SequenceSpans:
             names.POOL_ADMIT,
             self._admit_unix_ns,
             {
-                names.REMORA_NAMESPACE: sequence.namespace_id,
                 names.REMORA_ADMIT_ANSWER: answer,
                 names.REMORA_ADMIT_CACHED_TOKENS: num_cached_tokens,
                 names.REMORA_ADMIT_BLOCKS: sequence.num_blocks,
@@ -91,5 +90,8 @@ class SequenceSpans:
     ) -> None:
         request = sequence.live.request
         attributes[names.REMORA_REQUEST_ID] = request.request_id
+        attributes[names.REMORA_NAMESPACE] = sequence.namespace_id
+        if request.session_id is not None:
+            attributes[names.REMORA_SESSION_ID] = request.session_id
         attributes[names.REMORA_CHOICE_INDEX] = sequence.choice_index
         start_span(name, attributes, parent=request.trace_context, start_time_ns=start_unix_ns).end()

@@ -113,10 +113,17 @@ def read_spans(directory: Path) -> Iterator[StoredSpan]:
         except FileNotFoundError:  # turned over between listing and reading
             continue
         for line in content.splitlines():
-            try:
-                yield _decoder.decode(line)
-            except msgspec.DecodeError:
-                continue
+            span = decode_span(line)
+            if span is not None:
+                yield span
+
+
+def decode_span(line: bytes) -> StoredSpan | None:
+    """The span of one line; None if it is torn or foreign."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError:
+        return None
 
 
 _encoder = msgspec.json.Encoder()

@@ -36,6 +36,7 @@ from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import TelemetryConfig
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.span_file import SpanFileExporter, traces_dir
+from remora.platform.base.tail_sampling import KeepSlowAndFailed, recording_sampler
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, AttributeValue]
@@ -59,10 +60,13 @@ class _ProcessTelemetry:
 _process = _ProcessTelemetry()
 
 
-def setup_telemetry(process_name: str, config: TelemetryConfig, state_dir: Path) -> None:
+def setup_telemetry(
+    process_name: str, config: TelemetryConfig, state_dir: Path, *, requests_begin_here: bool = False
+) -> None:
     """Starts tracing in this process. The first call counts, later ones change nothing.
 
-    `process_name` becomes `service.name` with the prefix "remora." and part of the file's name.
+    `process_name` becomes `service.name` with the prefix "remora." and part of the file's name. The process in which
+    requests begin also keeps its spans of slow and failed ones that are not sampled (tail_sampling.py).
     Raises ConfigError if the traces cannot be written below `state_dir`.
     """
     if _process.provider is not None or not config.enabled:
@@ -76,19 +80,26 @@ def setup_telemetry(process_name: str, config: TelemetryConfig, state_dir: Path)
         raise ConfigError(f"cluster.state_dir: cannot write traces below {state_dir}: {error.strerror}") from error
     if config.otlp_endpoint is not None:
         exporters.append(_otlp_exporter(config.otlp_endpoint, config.otlp_protocol))
+    keep_slow_s = config.keep_slow_s if requests_begin_here and config.sample_ratio < 1 else None
     provider = TracerProvider(
         resource=_resource(process_name),
-        sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
+        sampler=ParentBased(TraceIdRatioBased(config.sample_ratio))
+        if keep_slow_s is None
+        else recording_sampler(config.sample_ratio),
         shutdown_on_exit=False,
     )
-    for exporter in exporters:
-        provider.add_span_processor(
-            BatchSpanProcessor(
-                exporter,
-                schedule_delay_millis=EXPORT_DELAY_S * 1000,
-                export_timeout_millis=EXPORT_TIMEOUT_S * 1000,
-            )
+    processors = [
+        BatchSpanProcessor(
+            exporter,
+            schedule_delay_millis=EXPORT_DELAY_S * 1000,
+            export_timeout_millis=EXPORT_TIMEOUT_S * 1000,
         )
+        for exporter in exporters
+    ]
+    for processor in processors:
+        provider.add_span_processor(processor)
+    if keep_slow_s is not None:
+        provider.add_span_processor(KeepSlowAndFailed(processors, keep_slow_s))
     _process.provider = provider
     _process.tracer = provider.get_tracer("remora", _version())
     atexit.register(shutdown_telemetry)

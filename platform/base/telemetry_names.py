@@ -53,6 +53,9 @@ GEN_AI_USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 GEN_AI_USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 GEN_AI_CONVERSATION_ID = "gen_ai.conversation.id"
+#: JSON texts; only with telemetry.capture_content.
+GEN_AI_INPUT_MESSAGES = "gen_ai.input.messages"
+GEN_AI_OUTPUT_MESSAGES = "gen_ai.output.messages"
 
 #: Values of GEN_AI_OPERATION_NAME and GEN_AI_PROVIDER_NAME.
 OPERATION_CHAT = "chat"
@@ -80,9 +83,15 @@ REMORA_REPLICA_ID = "remora.replica.id"
 REMORA_POOL_ID = "remora.pool.id"
 REMORA_SESSION_ID = "remora.session.id"
 REMORA_EPOCH = "remora.session.epoch"
-#: Why a replica was chosen: "prefix", "load", "session", "only".
+#: Why a replica was chosen: "prefix", "load", "owner" (the session's last), "moved", "only".
 REMORA_ROUTE_REASON = "remora.route.reason"
+#: Which attempt at the request this is, from 0; each lost replica starts another.
+REMORA_ROUTE_ATTEMPT = "remora.route.attempt"
 REMORA_ROUTE_OVERLAP_TOKENS = "remora.route.overlap_tokens"
+REMORA_MIGRATE_SOURCE = "remora.migrate.source"
+#: How the tokens before a move got to the target: "shared" or "recomputed".
+REMORA_MIGRATE_TRANSFER = "remora.migrate.transfer"
+REMORA_MIGRATE_PAUSE = "remora.migrate.pause_s"
 #: "admitted", "wait" or "over_quota".
 REMORA_ADMIT_ANSWER = "remora.admit.answer"
 REMORA_ADMIT_CACHED_TOKENS = "remora.admit.cached_tokens"

@@ -1,8 +1,10 @@
-"""`remora trace`: the traces that the processes of this machine have written."""
+"""`remora trace`: the traces of requests, from a running platform or from the files on this machine."""
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,38 +12,56 @@ import click
 
 from remora.platform.base.errors import NotFound
 from remora.platform.base.paths import default_state_dir
-from remora.platform.base.span_file import StoredSpan, read_spans, traces_dir
+from remora.platform.base.span_file import StoredSpan, traces_dir
+from remora.platform.base.trace_store import TraceStore
 from remora.platform.cli.table import print_table
 
 state_dir_option = click.option(
     "--state-dir", type=click.Path(path_type=Path), help="cluster.state_dir of the instance."
 )
+_MIN_BAR_CHARS = 20
+_MAX_BAR_CHARS = 60
 
 
 @click.group()
 def trace() -> None:
-    """Traces of requests, from the files in the state directory."""
+    """Traces of requests, from the files in the state directory; also when nothing runs."""
 
 
 @trace.command(name="list")
 @state_dir_option
 @click.option("-n", "--last", default=20, show_default=True, help="How many, newest last.")
-def list_traces(state_dir: Path | None, last: int) -> None:
-    """The last traces: when, how long, which root span, how many spans."""
-    traces = read_traces(state_dir or default_state_dir())
-    newest = sorted(traces.items(), key=lambda item: item[1][0].start_ns)[-last:]
+@click.option("--namespace", help="Only of this namespace.")
+@click.option("--session", help="Only of this session.")
+@click.option("--min-ms", default=0.0, help="Only those that took at least so many milliseconds.")
+@click.option("--failed", is_flag=True, help="Only those with an error in them.")
+def list_traces(
+    state_dir: Path | None, last: int, namespace: str | None, session: str | None, min_ms: float, failed: bool
+) -> None:
+    """The last traces: when, how long, whose, and what they cost."""
+    found = _store(state_dir).search(
+        namespaces=None if namespace is None else {namespace},
+        session=session,
+        min_ms=min_ms,
+        failed=failed,
+        limit=last,
+    )
     print_table(
-        ["TRACE", "STARTED", "MS", "SPANS", "ERRORS", "ROOT"],
+        ["TRACE", "STARTED", "NAMESPACE", "SESSION", "IN", "CACHED", "OUT", "MS", "NAME", "ERROR"],
         [
             [
-                trace_id,
-                datetime.fromtimestamp(spans[0].start_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S"),
-                round((max(span.end_ns for span in spans) - spans[0].start_ns) / 1e6, 1),
-                len(spans),
-                sum(1 for span in spans if span.error_type),
-                spans[0].name,
+                each.trace_id,
+                datetime.fromtimestamp(each.start_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+                each.namespace or "-",
+                each.session or "-",
+                each.input_tokens,
+                each.cached_tokens,
+                each.output_tokens,
+                round(each.duration_ms, 1),
+                each.name,
+                each.error_type,
             ]
-            for trace_id, spans in newest
+            for each in reversed(found)
         ],
     )
 
@@ -49,47 +69,69 @@ def list_traces(state_dir: Path | None, last: int) -> None:
 @trace.command()
 @click.argument("trace_id")
 @state_dir_option
-def show(trace_id: str, state_dir: Path | None) -> None:
-    """One trace as a tree with times; TRACE_ID may be shortened to any unique beginning."""
-    traces = read_traces(state_dir or default_state_dir())
-    matching = [each for each in traces if each.startswith(trace_id)]
+@click.option("-a", "--attributes", is_flag=True, help="Show the attributes of each span.")
+def show(trace_id: str, state_dir: Path | None, attributes: bool) -> None:
+    """One trace as a waterfall; TRACE_ID may be shortened to any unique beginning."""
+    store = _store(state_dir)
+    matching = store.find(trace_id)
     if len(matching) != 1:
         what = "no trace begins" if not matching else f"{len(matching)} traces begin"
         raise NotFound(f"{what} with {trace_id!r}; see `remora trace list`")
-    for line in tree_lines(traces[matching[0]]):
+    width = shutil.get_terminal_size((120, 24)).columns
+    for line in waterfall_lines(store.spans(matching[0]), width, attributes=attributes):
         click.echo(line)
 
 
-def read_traces(state_dir: Path) -> dict[str, list[StoredSpan]]:
-    """Trace id → its spans by start time."""
-    traces: dict[str, list[StoredSpan]] = defaultdict(list)
-    for span in read_spans(traces_dir(state_dir)):
-        traces[span.trace_id].append(span)
-    for spans in traces.values():
-        spans.sort(key=lambda span: (span.start_ns, -span.end_ns))
-    return dict(traces)
+def _store(state_dir: Path | None) -> TraceStore:
+    return TraceStore(traces_dir(state_dir or default_state_dir()))
 
 
-def tree_lines(spans: list[StoredSpan]) -> list[str]:
-    """The spans of one trace, children below their parents, with the start after the trace's and the duration."""
+def waterfall_lines(spans: Sequence[StoredSpan], width: int, *, attributes: bool = False) -> list[str]:
+    """The spans of one trace, children below their parents: name, process, a bar from start to end, and both in ms.
+
+    `spans` are in order of their start; `width` is that of the terminal in characters.
+    """
+    rows = [(f"{'  ' * depth}{span.name}", span.process.removeprefix("remora."), span) for depth, span in _tree(spans)]
+    name_chars = max(len(name) for name, _, _ in rows)
+    process_chars = max(len(process) for _, process, _ in rows)
+    bar_chars = max(_MIN_BAR_CHARS, min(_MAX_BAR_CHARS, width - name_chars - process_chars - 29))
+    first_ns = spans[0].start_ns
+    total_ns = max(1, max(span.end_ns for span in spans) - first_ns)
+    lines = []
+    for name, process, span in rows:
+        bar = _bar((span.start_ns - first_ns) / total_ns, (span.end_ns - first_ns) / total_ns, bar_chars)
+        start_ms, duration_ms = (span.start_ns - first_ns) / 1e6, span.duration_s * 1e3
+        error = f"  FAILED {span.error_type}: {span.error}" if span.error_type else ""
+        lines.append(
+            f"{name:<{name_chars}}  {process:<{process_chars}}  {bar}  {start_ms:9.1f} {duration_ms:9.1f} ms{error}"
+        )
+        if attributes:
+            indent = " " * (len(name) - len(name.lstrip()) + 2)
+            lines += [f"{indent}{key} = {value}" for key, value in span.attributes.items()]
+    return lines
+
+
+def _bar(start: float, end: float, num_chars: int) -> str:
+    """A bar within a line of `num_chars`, at least one character long; both ends are shares of the whole."""
+    first = min(int(start * num_chars), num_chars - 1)
+    last = max(first + 1, round(end * num_chars))
+    return " " * first + "█" * (last - first) + " " * (num_chars - last)
+
+
+def _tree(spans: Sequence[StoredSpan]) -> list[tuple[int, StoredSpan]]:
+    """Depth and span, children behind their parents."""
     known = {span.span_id for span in spans}
     children: dict[str, list[StoredSpan]] = defaultdict(list)
     for span in spans:
         # The caller's own span, or one that is not written yet, is not in the files: its children are roots here.
         children[span.parent_span_id if span.parent_span_id in known else ""].append(span)
-    lines: list[str] = []
+    found: list[tuple[int, StoredSpan]] = []
 
     def add(span: StoredSpan, depth: int) -> None:
-        start_ms = (span.start_ns - spans[0].start_ns) / 1e6
-        attributes = " ".join(f"{key}={value}" for key, value in span.attributes.items())
-        error = f" FAILED {span.error_type}: {span.error}" if span.error_type else ""
-        lines.append(
-            f"{start_ms:9.1f} ms {span.duration_s * 1e3:9.1f} ms  {'  ' * depth}{span.name}  [{span.process}]"
-            f"{error}{'  ' + attributes if attributes else ''}"
-        )
+        found.append((depth, span))
         for child in children[span.span_id]:
             add(child, depth + 1)
 
     for root in children[""]:
         add(root, 0)
-    return lines
+    return found

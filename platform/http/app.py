@@ -20,6 +20,7 @@ from remora.platform.http.sessions import session_routes
 from remora.platform.http.tokenize import tokenize_routes
 
 #: nginx's status for "the client closed the connection"; only counters see it.
+from remora.platform.http.traces import trace_routes
 CLIENT_CLOSED = 499
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -47,4 +48,5 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> FastAPI:
     app.include_router(session_routes(services))
     app.include_router(admin_routes(services))
     app.add_middleware(CountAnswers, stats=services.stats)
+    app.include_router(trace_routes(services))
     return app

@@ -39,6 +39,7 @@ def chat_routes(services: Services) -> APIRouter:
         """The model's answer to a conversation."""
         body = await read_model(request, ChatRequest, services.config.http.max_body_bytes)
         generation = Generation(services, request, body, names.OPERATION_CHAT)
+        generation.content.asked(body.messages)
         try:
             async with until_disconnect(request.receive):
                 tokenizer = await services.tokenizers.get(generation.model_id)

@@ -32,6 +32,7 @@ def completion_routes(services: Services) -> APIRouter:
         """Continues one or several prompts. Choice `i` of prompt `p` has the index `p * n + i`."""
         body = await read_model(request, CompletionRequest, services.config.http.max_body_bytes)
         generation = Generation(services, request, body, names.OPERATION_TEXT_COMPLETION)
+        generation.content.asked({"role": "user", "content": prompt} for prompt in body.prompt)
         try:
             async with until_disconnect(request.receive):
                 tokenizer = await services.tokenizers.get(generation.model_id)

@@ -24,6 +24,7 @@ from remora.platform.http.disconnect import ClientGone
 from remora.platform.http.generation_fields import GenerationFields
 from remora.platform.http.services import Services
 from remora.platform.http.session_prompt import TurnPrompt
+from remora.platform.http.span_content import SpanContent
 
 NAMESPACE_HEADER = "x-remora-namespace"
 TRACE_HEADER = "x-remora-trace-id"
@@ -73,6 +74,7 @@ class Generation:
             parent=request.headers,
             kind=SpanKind.SERVER,
         )
+        self.content = SpanContent(self._span, enabled=services.config.telemetry.capture_content)
         self._labels = (self.model_id, self.namespace_id)
         services.stats.in_flight.labels(*self._labels).inc()
 
@@ -91,6 +93,7 @@ class Generation:
             wait_s=self._services.config.http.queue_timeout_s if self._fields.on_conflict == "wait" else 0.0,
         )
         self._span.set_attribute(names.REMORA_SESSION_ID, session_id)
+        self._span.set_attribute(names.GEN_AI_CONVERSATION_ID, session_id)
         self._span.set_attribute(names.REMORA_EPOCH, self._turn.epoch)
         # A session pays where it was made.
         self.namespace_id = self._services.core.catalog.find_namespace(self.model_id, self._turn.state.namespace_id)
@@ -181,6 +184,7 @@ class Generation:
             self._services.stats.first_token_s.labels(*self._labels).observe(waited_s)
             self._span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, waited_s)
         if self._turn is not None:
+        self.content.said(deltas)
             await self._keep(self._turn, deltas)
         return deltas
 
@@ -241,6 +245,7 @@ class Generation:
         self._span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, usage.completion_tokens)
         self._span.set_attribute(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, usage.prompt_tokens_details.cached_tokens)
         if error is not None:
+        self.content.end()
             fail(self._span, error)
         self._span.end()
 

@@ -31,7 +31,9 @@ from remora.platform.base.serve_environment import bind_replica_to_loopback
 from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
+from remora.platform.base.span_file import traces_dir
 from remora.platform.http.router_metrics import Family, OneRouter, families_of
+from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.services import Services, Tokenizers
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ class HttpRouter:
         """`models`: name → Serve handle of the model's replicas."""
         logging.basicConfig(level=logging.INFO)
         bind_replica_to_loopback()
-        setup_telemetry("router", config.telemetry, config.cluster.state_dir or default_state_dir())
+        state_dir = config.cluster.state_dir or default_state_dir()
+        setup_telemetry("router", config.telemetry, state_dir, requests_begin_here=True)
         self._models = models
         self._core = RouterCore(config, self._connect, router_id=RouterId(f"router-{uuid.uuid4().hex[:12]}"))
         registry = get_or_create_registry(config.cluster)
@@ -65,6 +68,7 @@ class HttpRouter:
 
     async def own_metrics(self) -> bytes:
         """This router's own metrics, for whichever router answers a scrape."""
+            traces=TraceStore(traces_dir(state_dir)),
         return msgspec.msgpack.encode(families_of(self._core.stats.registry))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

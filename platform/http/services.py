@@ -13,6 +13,7 @@ from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import ModelConfig, RemoraConfig
 from remora.platform.base.ids import ModelId
+from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import RouterFamilies
 
@@ -66,3 +67,4 @@ class Services:
     routers: RouterFamilies
     stats: HttpStats
     turns: SessionTurns
+    traces: TraceStore

@@ -12,7 +12,7 @@ import pytest
 from remora.platform.base.span_file import StoredSpan, prune_span_files
 from remora.platform.cli.load_generator import percentile
 from remora.platform.cli.table import table_lines
-from remora.platform.cli.trace import tree_lines
+from remora.platform.cli.trace import waterfall_lines
 
 Run = Callable[..., Any]
 
@@ -46,25 +46,41 @@ def state_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_trace_is_shown_as_a_tree_across_processes(run: Run, state_dir: Path) -> None:
+def test_a_trace_is_shown_as_a_waterfall_across_processes(run: Run, state_dir: Path) -> None:
     lines = run("trace", "show", "abc", "--state-dir", str(state_dir)).out.splitlines()
-    assert [line[27:].split("  [")[0] for line in lines] == ["work.a", "  work.b", "    work.c"]
-    assert lines[0].startswith("      0.0 ms     100.0 ms")
-    assert lines[2].startswith("     30.0 ms      60.0 ms")
-    assert "[remora.replica] FAILED OverQuota: full" in lines[2]
-    assert "remora.namespace=chat" in lines[1]
+    assert [line[:10].rstrip() for line in lines] == ["work.a", "  work.b", "    work.c"]
+    assert lines[0].endswith("0.0     100.0 ms")
+    assert lines[1].endswith("10.0      85.0 ms")
+    assert lines[2].endswith("30.0      60.0 ms  FAILED OverQuota: full")
+    bars = [(line.index("█"), line.rindex("█") + 1) for line in lines]
+    (first, last), length = bars[0], bars[0][1] - bars[0][0]
+    assert [(round((a - first) / length, 1), round((b - first) / length, 1)) for a, b in bars[2:]] == [(0.3, 0.9)]
+    assert first <= bars[1][0] <= bars[2][0]
+    assert bars[2][1] <= bars[1][1] <= last
 
 
-def test_a_span_whose_parent_is_unknown_is_a_root() -> None:
-    lines = tree_lines([span("a", "gone", 0, 1), span("b", "", 2, 3)])
+def test_attributes_are_shown_when_asked_for(run: Run, state_dir: Path) -> None:
+    assert "remora.namespace" not in run("trace", "show", "abc", "--state-dir", str(state_dir)).out
+    lines = run("trace", "show", "-a", "abc", "--state-dir", str(state_dir)).out.splitlines()
+    assert lines[2].strip() == "remora.namespace = chat"
+
+
+def test_a_span_whose_parent_is_unknown_is_a_root_and_a_short_one_still_has_a_bar() -> None:
+    lines = waterfall_lines([span("a", "gone", 0, 1000), span("b", "", 999, 999)], 80)
     assert len(lines) == 2
+    assert not any(line.startswith(" ") for line in lines)
+    assert lines[1].count("█") == 1
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_traces_are_listed_with_the_newest_last(run: Run, state_dir: Path) -> None:
     lines = run("trace", "list", "--state-dir", str(state_dir)).out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["abc123", "abd999"]
-    assert lines[2].split()[3:] == ["100.0", "3", "1", "work.a"]
+    assert [line.split()[0] for line in lines[2:]] == ["abc123", "abd999", "abc123"]
     assert len(run("trace", "list", "-n", "1", "--state-dir", str(state_dir)).out.splitlines()) == 3
+    lines = run("trace", "list", "--namespace", "chat", "--state-dir", str(state_dir)).out.splitlines()
+    assert [(line.split()[0], line.split()[3]) for line in lines[2:]] == [("abc123", "chat")]
+    lines = run("trace", "list", "--failed", "--min-ms", "90", "--state-dir", str(state_dir)).out.splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["OverQuota"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ from remora.platform.base.config import RemoraConfig, parse_config
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
 from remora.platform.base.state_store import SqlStateStore, default_database_url
+from remora.platform.base.span_file import traces_dir
 from remora.platform.http.app import create_app
+from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import OneRouter
 from remora.platform.http.services import Services, Tokenizers
@@ -305,6 +307,7 @@ class Server:
         self.url = ""
 
     async def start(self) -> None:
+            traces=TraceStore(traces_dir(state_dir)),
         self._tasks = [asyncio.create_task(self._server.serve()), asyncio.create_task(self._step())]
         await self.cluster.settle(lambda: self._server.started)
         self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
