@@ -15,6 +15,7 @@ from remora.platform.http.disconnect import ClientGone
 from remora.platform.http.errors import install_error_handlers
 from remora.platform.http.http_stats import CountAnswers
 from remora.platform.http.models_routes import model_routes
+from remora.platform.http.page import page_routes
 from remora.platform.http.services import Services
 from remora.platform.http.sessions import session_routes
 from remora.platform.http.tokenize import tokenize_routes
@@ -50,3 +51,4 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> FastAPI:
     app.add_middleware(CountAnswers, stats=services.stats)
     app.include_router(trace_routes(services))
     return app
+    app.include_router(page_routes())

@@ -1,0 +1,64 @@
+// Sessions: whose they are, how long, and what was said.
+
+import { get } from "./api.js";
+import { el, factsLine, keepInStep, openable, showDetail } from "./dom.js";
+import { ago, count } from "./format.js";
+
+/** Shows a page of `/v1/sessions`, the last used first. */
+export function showSessions(sessions) {
+  const body = document.querySelector("#sessions tbody");
+  body.querySelectorAll(".empty").forEach((cell) => cell.parentElement.remove());
+  const sorted = [...sessions].sort((one, other) => other.last_used - one.last_used || one.id.localeCompare(other.id));
+  keepInStep(body, sorted, (session) => session.id, makeRow, updateRow);
+  if (!sessions.length) {
+    body.append(el("tr", {}, el("td", { class: "empty", colSpan: 6 }, "No sessions. POST /v1/sessions makes one.")));
+  }
+}
+
+function makeRow(session) {
+  const row = el("tr", {}, ...["", "", "mono quiet", "number", "number", "quiet"].map((name) => el("td", { class: name })));
+  return openable(row, () => openSession(session.id));
+}
+
+function updateRow(row, session) {
+  const [id, namespace, owner, turns, tokens, used] = row.children;
+  const tags = [session.busy && "writing", session.pinned && "pinned", session.parent && "fork"].filter(Boolean);
+  id.replaceChildren(session.id, ...tags.map((tag) => el("span", { class: "tag" }, tag)));
+  id.title = session.id;
+  namespace.textContent = session.namespace;
+  owner.textContent = session.owner ?? "–";
+  owner.title = session.owner ? `epoch ${session.epoch}` : "no turn yet";
+  turns.textContent = count(session.num_turns);
+  tokens.textContent = count(session.num_tokens);
+  used.textContent = ago(session.last_used);
+}
+
+async function openSession(id) {
+  const session = await get(`/v1/sessions/${encodeURIComponent(id)}`);
+  const traces = (await get("/v1/traces", { session: id, limit: 500 })).data;
+  const owners = traces.length ? `${traces.length}` : "none stored";
+  showDetail(
+    id,
+    factsLine([
+      ["model", session.model],
+      ["namespace", session.namespace],
+      ["parent", session.parent],
+      ["owner", session.owner ?? "–"],
+      ["epoch", session.epoch],
+      ["tokens", count(session.num_tokens)],
+      ["used", ago(session.last_used)],
+      ["lives", session.ttl_s ? `${session.ttl_s} s without use` : "until it is deleted"],
+      ["traces", owners],
+    ]),
+    ...session.turns.map(turn),
+  );
+}
+
+function turn(each) {
+  const said = [...each.messages, { role: "assistant", content: each.answer }];
+  const lines = said.flatMap(({ role, content }) => [
+    el("b", {}, role),
+    el("p", {}, typeof content === "string" ? content : JSON.stringify(content)),
+  ]);
+  return el("div", { class: "turn", title: `tokens ${each.start} to ${each.end}` }, ...lines);
+}
