@@ -21,20 +21,16 @@ from numpy.typing import NDArray
 
 from remora.cache_actors.port import EngineCommand, OnAnswer, OnEvent
 from remora.namespaces.commands import (
-    Admit,
     AnyAnswer,
     AnyCommand,
     AnyEvent,
     Attach,
     Attached,
-    Extend,
     LeaseLost,
     ProcessIdentity,
-    Publish,
     Quota,
     QuotaSet,
     Refused,
-    Release,
     SetQuota,
     Tick,
 )
@@ -241,17 +237,25 @@ class LocalPool:
     def send(self, command: EngineCommand) -> None:
         answer = self.deny(command) if self.deny is not None else None
         if answer is None:
-            self._call_no += 1
-            stamped: Admit | Extend | Publish | Release = msgspec.structs.replace(
-                command, lease_id=self.lease_id, call_no=self._call_no
-            )
-            answer = self.device.apply(stamped)
-            if isinstance(answer, Refused) and answer.error in ("CallOrder", "StaleLease"):
-                self._call_no -= 1
+            answer = self._apply(command)
         on_answer, given = self._on_answer, answer
         if on_answer is not None:
             self._hand_over(0, self._answers, lambda: on_answer(command, given))
         self.device.pass_on_events()
+
+    async def ask(self, command: EngineCommand) -> AnyAnswer:
+        """The answer to a command, which then does not go to where `bind` said."""
+        answer = self._apply(command)
+        self.device.pass_on_events()
+        return answer
+
+    def _apply(self, command: EngineCommand) -> AnyAnswer:
+        self._call_no += 1
+        stamped: EngineCommand = msgspec.structs.replace(command, lease_id=self.lease_id, call_no=self._call_no)
+        answer = self.device.apply(stamped)
+        if isinstance(answer, Refused) and answer.error in ("CallOrder", "StaleLease"):
+            self._call_no -= 1
+        return answer
 
     def may_emit(self) -> bool:
         return self.device.generation(self._attached.lease_slot) == self._attached.generation

@@ -85,6 +85,8 @@ class PoolClient:
         self._event_no = 0
         #: Events that came before an answer they follow: (delivered once this call is answered, events).
         self._early: list[tuple[int, tuple[AnyEvent, ...]]] = []
+        #: Who waits for the answer to a call by `ask`.
+        self._asked: dict[int, asyncio.Future[AnyAnswer]] = {}
         self._first_answer: asyncio.Future[AnyAnswer] = self._loop.create_future()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._tasks: list[asyncio.Task[None]] = []
@@ -152,10 +154,22 @@ class PoolClient:
 
     def send(self, command: EngineCommand) -> None:
         """Queues the command for the next RPC. Thread-safe. Raises PoolError after `detach`."""
+        self._enqueue(command, None)
+
+    async def ask(self, command: EngineCommand) -> AnyAnswer:
+        """The answer to a command, which then does not go to where `bind` said. On the replica's event loop only."""
+        answer: asyncio.Future[AnyAnswer] = self._loop.create_future()
+        self._enqueue(command, answer)
+        return await answer
+
+    def _enqueue(self, command: EngineCommand, asked: asyncio.Future[AnyAnswer] | None) -> None:
         with self._lock:
             if self._closing:
                 raise PoolError("the lease is being given back: nothing can be sent any more")
-            self._queue.append(msgspec.structs.replace(command, lease_id=self.lease_id, call_no=self._take_call_no()))
+            call_no = self._take_call_no()
+            self._queue.append(msgspec.structs.replace(command, lease_id=self.lease_id, call_no=call_no))
+            if asked is not None:
+                self._asked[call_no] = asked
             wake = not self._wake_pending
             self._wake_pending = True
         if wake:
@@ -198,7 +212,8 @@ class PoolClient:
             if not isinstance(error, asyncio.CancelledError):
                 logger.exception("the calls of lease %s ended", self.lease_id)
                 self._lose(f"calls ended: {error!r}")
-            for future in (self._first_answer, self._done):
+            futures: list[asyncio.Future[Any]] = [self._first_answer, self._done, *self._asked.values()]
+            for future in futures:
                 if not future.done():
                     future.cancel() if isinstance(error, asyncio.CancelledError) else future.set_exception(error)
             raise
@@ -220,6 +235,9 @@ class PoolClient:
                 self._first_answer.set_result(answer)
             elif isinstance(command, Detach):
                 self._done.set_result(None)
+            elif (asked := self._asked.pop(command.call_no, None)) is not None:
+                if not asked.done():
+                    asked.set_result(answer)
             elif self._on_answer is not None:
                 self._on_answer(command, answer)  # type: ignore[arg-type]  # send takes engine commands only
         early, self._early = self._early, []

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from remora.namespaces.commands import Admit, AnyAnswer, AnyEvent, Extend, Publish, Release
+from remora.namespaces.sequence_commands import SequenceCommand
 
-EngineCommand = Admit | Extend | Publish | Release
+EngineCommand = Admit | Extend | Publish | Release | SequenceCommand
 OnAnswer = Callable[[EngineCommand, AnyAnswer], None]
 OnEvent = Callable[[AnyEvent], None]
 

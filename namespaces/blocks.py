@@ -21,12 +21,13 @@ from remora.namespaces.quotas import Holding, Namespace, QuotaBook
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import BlockHash
 
-EvictionCause = Literal["limit", "own", "borrowed", "extent", "fragmentation", "quota"]
+EvictionCause = Literal["limit", "own", "borrowed", "extent", "fragmentation", "quota", "cleared"]
 """Why a cached block went:
 
 limit          its namespace reached its own limit          own    its namespace needed the memory itself
 borrowed       it was borrowed and another had a better claim
 extent         its extent went to another geometry          quota  the quota was lowered
+cleared        somebody asked for it to be forgotten
 fragmentation  it was guaranteed, but its nearly empty extent was the only way to memory another one was entitled to
 """
 

@@ -9,6 +9,8 @@ command and the time.
     Admit  ─► Admitted | Wait | OverQuota    Release ─► Released
     Extend ─► Extended                       Detach  ─► Detached
 
+(and llama.cpp's operations on sequences: namespaces/sequence_commands.py)
+
 Events (`Granted`, `Preempt`) reach a lease through `PoolState.events_after`.
 """
 
@@ -16,8 +18,10 @@ from __future__ import annotations
 
 import msgspec
 
+from remora.namespaces.command_base import Answer, Command
 from remora.namespaces.geometry import KVGeometry
-from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, ReplicaId, SequenceId, SessionId
+from remora.namespaces.sequence_commands import SequenceAnswer, SequenceCommand
+from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, ReplicaId, SequenceId, SessionId
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,12 +30,6 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     start_time_ticks: int
     boot_id: str
-
-
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    lease_id: LeaseId
-    #: 1, 2, 3, ... within the lease. Commands of the pool itself (LeaseLost, SetQuota) use 0 and are not replayed.
-    call_no: int = 0
 
 
 class Attach(Command, frozen=True, kw_only=True, tag=True):
@@ -142,10 +140,6 @@ class Tick(Command, frozen=True, kw_only=True, tag=True):
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
-
-
 class Attached(Answer, frozen=True, kw_only=True, tag=True):
     #: Index of the lease's generation word in the arena header.
     lease_slot: int
@@ -230,10 +224,12 @@ class Refused(Answer, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-AnyCommand = Attach | Admit | Extend | Publish | Release | Detach | LeaseLost | SetQuota | EndSession | Tick
+AnyCommand = (
+    Attach | Admit | Extend | Publish | Release | Detach | LeaseLost | SetQuota | EndSession | Tick | SequenceCommand
+)
 AnyAnswer = (
     Attached | AttachRefused | Admitted | Wait | OverQuota | Extended | Published | Released | Detached | QuotaSet
-    | Done | Refused
+    | Done | Refused | SequenceAnswer
 )  # fmt: skip
 
 

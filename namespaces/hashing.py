@@ -1,8 +1,9 @@
 """Names of content: equal hashes mean equal KV, in every process, tier and node.
 
-    root   = H(fingerprint, sharing domain, salt, edit)        typed and length-prefixed, so fields cannot run together
+    root   = H(fingerprint, sharing domain, salt)              typed and length-prefixed, so fields cannot run together
     hash_0 = H(key=root, tokens of block 0)
     hash_i = H(key=hash_{i-1}, tokens of block i)
+    hash_i = H(key=E(key=hash_{i-1}, edit record), tokens)     when an edit touched block i first (namespaces/edits.py)
 
 H is blake2b with a 16-byte digest, keyed by the parent: a collision between two chains is a collision of blake2b, not
 something a prompt can be built for (a weak block hash has been a security hole elsewhere: GHSA-rm76-4mrf-v9r8).
@@ -23,6 +24,7 @@ from remora.platform.base.ids import BlockHash, NamespaceId
 HASH_BYTES = 16
 _CHAIN = b"remora-block-v1"
 _ROOT = b"remora-root-v1"
+_EDIT = b"remora-edit-v1"
 _FINGERPRINT = b"remora-model-v1"
 
 
@@ -50,9 +52,9 @@ def sharing_domain(namespace_id: NamespaceId, tenant: str, share_group: str) -> 
     return f"namespace:{namespace_id}"
 
 
-def chain_root(fingerprint: bytes, domain: str, salt: bytes = b"", edit: bytes = b"") -> BlockHash:
-    """Where a chain starts. `edit` is the record of a mid-range edit: what follows never meets the plain chain."""
-    fields = _encode_fields(fingerprint, domain, salt, edit)
+def chain_root(fingerprint: bytes, domain: str, salt: bytes = b"") -> BlockHash:
+    """Where a chain starts."""
+    fields = _encode_fields(fingerprint, domain, salt, b"")
     return BlockHash(blake2b(fields, digest_size=HASH_BYTES, person=_ROOT).digest())
 
 
@@ -65,11 +67,23 @@ def next_hash(parent: BlockHash, block_token_ids: Sequence[int]) -> BlockHash:
     return BlockHash(blake2b(packed, digest_size=HASH_BYTES, key=parent, person=_CHAIN).digest())
 
 
-def chain_hashes(root: BlockHash, token_ids: Sequence[int], block_tokens: int) -> list[BlockHash]:
+def edited_parent(parent: BlockHash, digest: bytes) -> BlockHash:
+    """What takes the place of `parent` for the first block that an edit touched: nothing behind it meets the plain
+    chain. `digest` names what the edit was."""
+    return BlockHash(blake2b(digest, digest_size=HASH_BYTES, key=parent, person=_EDIT).digest())
+
+
+def chain_hashes(
+    root: BlockHash, token_ids: Sequence[int], block_tokens: int, edits: Sequence[tuple[int, bytes]] = ()
+) -> list[BlockHash]:
     """Hashes of the full blocks of `token_ids`, in order; a partial last block has none.
 
-    Raises InvalidRequest for a token id outside 0 .. 2**32 - 1.
+    `edits` are (first token touched, digest), by position. Raises InvalidRequest for a token id outside
+    0 .. 2**32 - 1.
     """
+    touched: dict[int, list[bytes]] = {}
+    for position, digest in edits:
+        touched.setdefault(4 * block_tokens * (position // block_tokens), []).append(digest)
     num_blocks = len(token_ids) // block_tokens
     packed = _pack(token_ids[: num_blocks * block_tokens])
     block_bytes = 4 * block_tokens
@@ -77,6 +91,8 @@ def chain_hashes(root: BlockHash, token_ids: Sequence[int], block_tokens: int) -
     parent: bytes = root
     for start in range(0, num_blocks * block_bytes, block_bytes):
         tokens = packed[start : start + block_bytes]
+        for digest in touched.get(start, ()) if touched else ():
+            parent = edited_parent(BlockHash(parent), digest)
         parent = blake2b(tokens, digest_size=HASH_BYTES, key=parent, person=_CHAIN).digest()
         hashes.append(BlockHash(parent))
     return hashes

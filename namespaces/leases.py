@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from remora.namespaces.command_base import Command
 from remora.namespaces.commands import (
     Admitted,
     AnyAnswer,
     AnyEvent,
     Attach,
     Attached,
-    Command,
     Denied,
     Granted,
     OverQuota,

@@ -13,8 +13,6 @@ checks with `leases()` which of their processes live and says LeaseLost for the 
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from remora.namespaces.admission import Admission
 from remora.namespaces.commands import (
     Admit,
@@ -39,6 +37,8 @@ from remora.namespaces.leases import Lease
 from remora.namespaces.membership import Membership
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
 from remora.namespaces.report import LeaseReport, PoolReport, describe_leases, describe_pool
+from remora.namespaces.sequence_commands import SequenceCommand
+from remora.namespaces.sequence_edits import SequenceEdits
 from remora.namespaces.snapshot import decode_snapshot, encode_snapshot
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import LeaseId
@@ -61,6 +61,7 @@ class PoolState:
         self._admission = Admission(parts)
         self._growth = Growth(parts)
         self._membership = Membership(parts, self._admission)
+        self._edits = SequenceEdits(parts, self._admission)
 
     @property
     def config(self) -> PoolStateConfig:
@@ -82,17 +83,17 @@ class PoolState:
             case Tick():
                 self._admission.pump(now_s)
                 return Done()
-            case Admit() | Extend() | Publish() | Release() | Detach():
+            case _:
                 lease = self._parts.leases.route(command)
                 if not isinstance(lease, Lease):
                     return lease
                 answer = self._call(lease, command, now_s)
                 lease.record(command.call_no, answer)
                 return answer
-            case _:
-                assert_never(command)
 
-    def _call(self, lease: Lease, command: Admit | Extend | Publish | Release | Detach, now_s: float) -> AnyAnswer:
+    def _call(
+        self, lease: Lease, command: Admit | Extend | Publish | Release | Detach | SequenceCommand, now_s: float
+    ) -> AnyAnswer:
         """The lease's next call."""
         match command:
             case Admit():
@@ -109,7 +110,7 @@ class PoolState:
             case Detach():
                 return self._membership.detach(lease, command, now_s)
             case _:
-                assert_never(command)
+                return self._edits.apply(lease, command, now_s)
 
     def _release(self, lease: Lease, command: Release, now_s: float) -> Released:
         """Ends sequences, running or parked; unknown ones are long finished and ignored."""

@@ -8,6 +8,7 @@ from typing import Literal
 from remora.namespaces.blocks import Block, BlockLedger
 from remora.namespaces.commands import Admit, Refused, Seal
 from remora.namespaces.extents import GeometrySpace
+from remora.namespaces.positions import Runs, num_tokens_of
 from remora.namespaces.prefix_index import Realm
 from remora.namespaces.quotas import Namespace
 from remora.platform.base.errors import IntegrityError
@@ -20,8 +21,8 @@ Claim = Literal["", "guaranteed", "borrowed"]
 class Sequence:
     """One admitted sequence of one lease. It holds one reference on every block of its table and on every anchor."""
 
-    __slots__ = ("admit", "admitted_no", "anchors", "blocks", "claim", "hashes", "lease_id", "namespace", "num_cached",
-                 "preempted", "realm", "space")  # fmt: skip
+    __slots__ = ("admit", "admitted_no", "anchors", "blocks", "claim", "hashes", "lease_id", "namespace", "num_bound",
+                 "num_cached", "preempted", "realm", "runs", "sources", "space")  # fmt: skip
 
     def __init__(
         self, admit: Admit, admitted_no: int, namespace: Namespace, space: GeometrySpace, realm: Realm
@@ -39,6 +40,12 @@ class Sequence:
         #: Where the table holds a private twin of an indexed block below a sealed block of this sequence: the indexed
         #: one, by position. The reference keeps every ancestor of a referenced block referenced.
         self.anchors: dict[int, Block] = {}
+        #: Leading blocks that can only be published under the hashes of the admission.
+        self.num_bound = len(admit.hashes)
+        #: Positions of its tokens, as far as an operation has asked for them (namespaces/sequence_edits.py).
+        self.runs: Runs = ()
+        #: Referenced until the lease has copied what it needs of them; in the order of their tables.
+        self.sources: list[Block] = []
         #: The lease has been told to release it.
         self.preempted = False
         self.claim: Claim = ""
@@ -53,7 +60,7 @@ class Sequence:
             problem = f"block {seal.position} of {seal.sequence_id} is published before block {position}"
         elif position >= len(self.blocks):
             problem = f"{seal.sequence_id} has {len(self.blocks)} blocks, block {position} cannot be published"
-        elif position < len(self.admit.hashes) and self.admit.hashes[position] != seal.block_hash:
+        elif position < self.num_bound and self.admit.hashes[position] != seal.block_hash:
             problem = f"block {position} of {seal.sequence_id} is not published under its prompt's hash"
         else:
             twin = self.realm.blocks.get(seal.block_hash)
@@ -73,6 +80,8 @@ class Sequence:
         first = position
         while first and self.hashes[first - 1] not in indexed:
             first -= 1
+        if any(self.blocks[place].refs > 1 for place in range(first, position + 1)):
+            return False  # a copy of it is being made: sealed, it would need its ancestors for as long
         parent = indexed[self.hashes[first - 1]] if first else None
         self._anchor(ledger, first - 1)
         for place in range(first, position + 1):
@@ -94,10 +103,67 @@ class Sequence:
         """Every block it holds a reference on, as often as it does."""
         yield from self.blocks
         yield from self.anchors.values()
+        yield from self.sources
+
+    def num_tokens(self, told: int = 0) -> int:
+        """Tokens it is known to have, by publications, by operations, or because its writer says so."""
+        published = len(self.hashes) * self.space.geometry.block_tokens
+        return max(num_tokens_of(self.runs), published, told)
+
+    def owns(self, place: int) -> bool:
+        """Whether nobody else can read the block, so that its unused slots may be written."""
+        block = self.blocks[place]
+        return block.block_hash is None and block.refs == 1
+
+    def num_shareable(self, most: int) -> int:
+        """How many of the first `most` blocks are sealed, or have a sealed twin."""
+        most = min(most, len(self.hashes))
+        if most and self.hashes[most - 1] in self.realm.blocks:
+            return most  # whoever is indexed has indexed ancestors
+        indexed = self.realm.blocks
+        return next((place for place in range(most) if self.hashes[place] not in indexed), most)
+
+    def share(self, ledger: BlockLedger, count: int) -> tuple[list[Block], int]:
+        """The first `count` blocks, or their sealed twins, with one more reference each; and how many of the first
+        ones are those of this table."""
+        shared = self.blocks[:count]
+        num_same = count
+        for place, block in enumerate(shared):
+            if block.block_hash is not None:
+                block.refs += 1  # it is referenced already, so this is all that acquire would do
+                continue
+            num_same = min(num_same, place)
+            shared[place] = self.realm.blocks[self.hashes[place]]
+            ledger.acquire(shared[place])
+        return shared, num_same
+
+    def cut(self, ledger: BlockLedger, num_kept: int, *, num_hashes: int, num_sources: int) -> None:
+        """Takes the blocks behind the first `num_kept` out of the table. Those before `num_sources` stay referenced
+        until `settle`, with their anchors: a sealed one among them needs its ancestors."""
+        for place in range(len(self.blocks) - 1, num_hashes - 1, -1):
+            anchor = self.anchors.pop(place, None)
+            gone = (self.blocks[place] if place >= num_kept else None, anchor)
+            for block in gone:
+                if block is not None and num_kept < num_sources > place:
+                    self.sources.append(block)
+                elif block is not None:
+                    ledger.drop(block)
+        self.sources.reverse()
+        self.blocks = self.blocks[:num_kept]
+        self.hashes = self.hashes[:num_hashes]
+        self.num_cached = min(self.num_cached, num_hashes)
+        self.num_bound = min(self.num_bound, num_hashes)
+
+    def settle(self, ledger: BlockLedger) -> None:
+        """Gives back what was kept for copying."""
+        for block in reversed(self.sources):
+            ledger.drop(block)
+        self.sources = []
 
     def release(self, ledger: BlockLedger) -> None:
         """Drops all references, tail first, so that children are older than their parents in the eviction order."""
         level = self.admit.priority
+        self.settle(ledger)
         for position in range(len(self.blocks) - 1, -1, -1):
             self.blocks[position].level = level
             ledger.drop(self.blocks[position])
@@ -152,6 +218,7 @@ class RunningTable:
     def check_integrity(self) -> None:
         """Raises IntegrityError when references do not balance or a table names a foreign block."""
         counted: dict[Block, int] = {}
+        copied = {block for sequence in self.sequences.values() for block in sequence.sources}
         claims: dict[Claim, int] = {"guaranteed": 0, "borrowed": 0}
         for sequence in self.sequences.values():
             if sequence.claim:
@@ -163,8 +230,10 @@ class RunningTable:
                 if block.holding.namespace.domain != sequence.namespace.domain:
                     raise IntegrityError(f"{sequence.admit.sequence_id} references a block outside its share group")
             private = [block for block in sequence.blocks if block.block_hash is None]
-            if any(block.refs != 1 for block in private):
+            if any(block.refs != 1 and block not in copied for block in private):
                 raise IntegrityError(f"a private block of {sequence.admit.sequence_id} is shared")
+            if sequence.num_tokens() > len(sequence.blocks) * sequence.space.geometry.block_tokens:
+                raise IntegrityError(f"{sequence.admit.sequence_id} has more tokens than its blocks hold")
         for block, count in counted.items():
             if block.refs != count:
                 raise IntegrityError(f"block {block.index} counts {block.refs} references, {count} are held")

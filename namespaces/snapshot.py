@@ -15,13 +15,14 @@ from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.leases import Lease
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
+from remora.namespaces.positions import Runs
 from remora.namespaces.prefix_index import RealmKey
 from remora.namespaces.sequences import Claim, Sequence
 from remora.namespaces.waiting import Blocked, Parked
 from remora.platform.base.errors import JournalError
 from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
 
-_MAGIC = b"remora-pool-snapshot-4\n"
+_MAGIC = b"remora-pool-snapshot-5\n"
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +74,9 @@ class _Sequence(_Record, frozen=True, array_like=True):
     anchors: dict[int, int]
     preempted: bool
     claim: Claim
+    num_bound: int
+    runs: Runs
+    sources: list[int]
 
 
 class _Lease(_Record, frozen=True, array_like=True):
@@ -191,6 +195,7 @@ def _freeze_lease(lease: Lease) -> _Lease:
         _Sequence(
             s.admit, s.admitted_no, [block.index for block in s.blocks], s.num_cached, s.hashes,
             {position: block.index for position, block in sorted(s.anchors.items())}, s.preempted, s.claim,
+            s.num_bound, s.runs, [block.index for block in s.sources],
         )
         for s in lease.sequences.values()
     ]  # fmt: skip
@@ -300,5 +305,8 @@ def _thaw_lease(parts: PoolParts, record: _Lease, blocks: list[dict[int, Block]]
         sequence.anchors = {position: own[index] for position, index in item.anchors.items()}
         sequence.preempted = item.preempted
         sequence.claim = item.claim
+        sequence.num_bound = item.num_bound
+        sequence.runs = item.runs
+        sequence.sources = [own[index] for index in item.sources]
         lease.sequences[item.admit.sequence_id] = sequence
     return list(lease.sequences.values())

@@ -30,6 +30,7 @@ from remora.namespaces.effects import Effect, ZeroBlocks
 from remora.namespaces.hashing import chain_root, kv_fingerprint, next_hash, sharing_domain
 from remora.namespaces.journal import encode_record, read_journal
 from remora.namespaces.pool import PoolState, PoolStateConfig
+from remora.namespaces.sequence_commands import Edited
 from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
 
 NUM_EXTENTS = 5
@@ -70,6 +71,8 @@ class Running:
     hashes: list[BlockHash]
     num_published: int
     preempted: bool = False
+    #: Blocks that are being copied, with what they held, until that is settled.
+    sources: dict[int, list[object]] = field(default_factory=dict)
 
 
 @dataclass
@@ -109,6 +112,8 @@ class PoolWorld(RuleBasedStateMachine):
         self.prompts: dict[str, list[int]] = {}
         self.epochs: dict[str, int] = {}
         self.next_id = 0
+        #: Whose operation on which sequence the next command is, and which it makes: events are heard after it.
+        self.editing: tuple[Client, Running, Running] | None = None
         self.specs = {name: Spec(**vars(spec)) for name, spec in SPECS.items()}
 
     # ---- the shell: journal, apply, effects, crash ----------------------------------------------------------------
@@ -129,6 +134,9 @@ class PoolWorld(RuleBasedStateMachine):
                 self.state.take_effects()
                 assert again == answer
             assert self.state.snapshot() == expected
+        if isinstance(answer, Edited) and self.editing is not None:
+            self.take_edit(*self.editing, answer)
+        self.editing = None
         self.hear_events()
         return answer
 
@@ -193,7 +201,13 @@ class PoolWorld(RuleBasedStateMachine):
         """Fills granted blocks; what lay there was empty or of the same sharing domain, and nobody's."""
         size = GEOMETRIES[client.model].block_bytes
         domain = self.specs[running.admit.namespace_id].domain(running.admit.namespace_id)
-        held = {u for c in self.clients for r in c.running.values() for b in r.blocks for u in self.units_of(c, b)}
+        held = {
+            unit
+            for each in self.clients
+            for one in each.running.values()
+            for held_block in (*one.blocks, *one.sources)
+            for unit in self.units_of(each, held_block)
+        }
         own = {u for block in running.blocks[:first_position] for u in units(block, size)}
         for position, block in enumerate(blocks, first_position):
             while len(running.hashes) <= position:  # generated tokens, so that every block has content
@@ -227,6 +241,28 @@ class PoolWorld(RuleBasedStateMachine):
             if isinstance(answer, OverQuota):
                 client.finished.append(command.sequence_id)
         return answer
+
+    def take_edit(self, client: Client, source: Running, target: Running, answer: Edited) -> None:
+        """What an operation on a sequence left: blocks that stayed, and copies that nobody else has."""
+        size = GEOMETRIES[client.model].block_bytes
+        copies = {move.target_block for move in answer.moves}
+        shared = [block for block in answer.blocks if block not in copies]
+        table = source.blocks[: answer.num_kept_blocks] + shared
+        sources = {move.source_block for move in answer.moves}
+        assert sources <= set(source.blocks)
+        num_plain = answer.num_tokens if answer.first_edited_token is None else answer.first_edited_token
+        num_sealed = min(source.num_published, num_plain // BLOCK_TOKENS)
+        hashes = source.hashes[: len(table)]
+        target.sources = {block: [self.shadow[unit] for unit in units(block, size)] for block in sources}
+        target.blocks, target.hashes, target.num_published = table, hashes, num_sealed
+        self.next_id += 1
+        while len(target.hashes) < len(table) + len(copies):
+            target.hashes.append(next_hash(BlockHash(b"e" * 16), [self.next_id, len(target.hashes)]))
+        fresh = tuple(block for block in answer.blocks if block in copies)
+        assert list(answer.blocks) == shared + list(fresh)
+        self.write(client, target, fresh, len(table))
+        target.blocks = table + list(fresh)
+        client.running[target.admit.sequence_id] = target
 
     def release_names(self, client: Client, names: list[str], crash: str) -> None:
         expected = len(names)

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pool_driver import BLOCK_TOKENS
-from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, Client, PoolWorld, Spec
+from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, Client, PoolWorld, Running, Spec
 
 from remora.namespaces.commands import (
     Admit,
@@ -36,6 +37,15 @@ from remora.namespaces.commands import (
 from remora.namespaces.eviction import POLICY_NAMES
 from remora.namespaces.hashing import chain_hashes
 from remora.namespaces.pool import PoolState
+from remora.namespaces.sequence_commands import (
+    Edited,
+    NoRoom,
+    SequenceCopy,
+    SequenceRemove,
+    SequenceShift,
+    Settle,
+    Settled,
+)
 from remora.platform.base.ids import BlockHash, Epoch, LeaseId, NamespaceId, SessionId
 
 
@@ -162,6 +172,41 @@ class PoolMachine(PoolWorld):
         names = sorted([*client.running, *client.waiting])
         self.release_names(client, sorted({names[p % len(names)] for p in picks}), crash)
 
+    @rule(
+        pick=PICK, start=st.integers(-1, 60), length=st.integers(0, 40), kind=st.sampled_from(["rm", "add", "cp"]),
+        close_gap=st.booleans(), crash=CRASH,
+    )  # fmt: skip
+    @precondition(lambda self: any(c.running for c in self.clients))
+    def edit(self, pick: int, start: int, length: int, kind: str, close_gap: bool, crash: str) -> None:
+        """Every token of the table counts as computed."""
+        client = self.with_running(pick)
+        name = sorted(client.running)[pick % len(client.running)]
+        running = client.running[name]
+        span = {"start": start, "end": max(start, 0) + length, "num_tokens": len(running.blocks) * BLOCK_TOKENS}
+        self.editing = (client, running, running)
+        if kind == "cp":
+            self.next_id += 1
+            copied = msgspec.structs.replace(running.admit, sequence_id=f"s{self.next_id}")
+            self.editing = (client, running, Running(copied, [], running.tokens, [], 0))
+            answer = self.call(client, SequenceCopy, crash, source_id=name, target_id=copied.sequence_id, **span)
+        elif kind == "rm":
+            answer = self.call(client, SequenceRemove, crash, sequence_id=name, close_gap=close_gap, **span)
+        else:
+            answer = self.call(client, SequenceShift, crash, sequence_id=name, delta=-length, **span)
+        if isinstance(answer, Refused):
+            # A shift may put tokens on each other; a sequence that was told to go, or still copies, takes no edit.
+            assert kind == "add" or running.preempted or running.sources
+        else:
+            assert isinstance(answer, Edited | NoRoom)
+
+    @rule(pick=PICK, crash=CRASH)
+    @precondition(lambda self: any(r.sources for c in self.clients for r in c.running.values()))
+    def settle(self, pick: int, crash: str) -> None:
+        copying = [(c, name) for c in self.clients for name, r in c.running.items() if r.sources]
+        client, name = copying[pick % len(copying)]
+        client.running[name].sources = {}
+        assert isinstance(self.call(client, Settle, crash, sequence_ids=(name,)), Settled)
+
     @rule(crash=CRASH)
     def release_preempted(self, crash: str) -> None:
         for client in self.clients:
@@ -285,7 +330,17 @@ class PoolMachine(PoolWorld):
             busy = any(client.running for client in self.clients)
             crash = draw.choice(["", "", "", "", "", "", "", "", "whole", "torn"])
             picks = [draw.randrange(1000) for _ in range(3)]
-            action = draw.choices(["admit", "publish", "extend", "release", "leave", "tick"], [8, 6, 3, 4, 2, 1])[0]
+            actions = {
+                "admit": 8,
+                "publish": 6,
+                "extend": 3,
+                "release": 4,
+                "leave": 2,
+                "tick": 1,
+                "edit": 3,
+                "settle": 2,
+            }
+            action = draw.choices(list(actions), list(actions.values()))[0]
             if action == "leave":
                 self.release_preempted(crash)
             elif action == "tick":
@@ -295,6 +350,12 @@ class PoolMachine(PoolWorld):
                     *picks[:2], draw.randrange(4), draw.randrange(3), draw.randint(1, 60 * pressure), draw.randrange(4),
                     draw.randrange(40), crash, draw.choice([None, None, 5.0]), draw.randint(-1, 1),
                 )  # fmt: skip
+            elif action == "edit":
+                kind = draw.choice(["rm", "add", "cp", "cp"])
+                self.edit(picks[0], draw.randint(-1, 60), draw.randrange(40), kind, draw.random() < 0.5, crash)
+            elif action == "settle":
+                if any(running.sources for client in self.clients for running in client.running.values()):
+                    self.settle(picks[0], crash)
             elif action == "publish":
                 self.publish(picks[0], picks[1:], draw.randint(1, 30), crash)
             elif action == "extend":
@@ -332,6 +393,8 @@ class PoolMachine(PoolWorld):
                 for position, block in enumerate(running.blocks):
                     for part, unit in enumerate(self.units_of(client, block)):
                         assert self.shadow[unit] == (domain, (running.hashes[position], part))
+                for block, content in running.sources.items():
+                    assert [self.shadow[unit] for unit in self.units_of(client, block)] == content
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,58 @@
+"""Does in a mapped arena what a pool says about edited sequences (namespaces/sequence_commands.py: Move)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remora.kernels.base import KVMemory
+from remora.kernels.layout import BlockLayout
+from remora.namespaces.sequence_commands import Move
+from remora.platform.base.errors import KernelError
+
+
+class KVMover:
+    """Copies tokens between blocks of one geometry and rotates their K, with the torch reference.
+
+    Without `rope_inv_freq` (a model whose rope is not known here), or with KV that is not stored as plain fp32 or
+    bf16, nothing can be moved: `can_move` says so, and the caller computes such tokens again.
+    """
+
+    def __init__(self, memory: KVMemory, rope_inv_freq: NDArray[np.float32] | None) -> None:
+        self._memory = memory
+        self._rope_inv_freq = rope_inv_freq
+        group = memory.geometry.groups[0]
+        plain = {group.k_precision, group.v_precision} <= {"fp32", "bf16"} and group.k_precision == group.v_precision
+        self.can_move = rope_inv_freq is not None and plain and len(memory.geometry.groups) == 1
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Does the moves; they may be repeated. Raises KernelError for a place outside the memory, before any byte."""
+        if not moves:
+            return
+        if not self.can_move:
+            raise KernelError("the KV of this model cannot be moved to other positions")
+        import torch
+
+        from remora.kernels.reference.move_slots import move_slots
+
+        layout = BlockLayout(self._memory.geometry)
+        places = np.array([[m.source_block, m.target_block, m.source_slot, m.target_slot] for m in moves], np.int64)
+        layout.check_blocks(self._memory.data, places[:, :2].astype(np.int32))
+        ends = places[:, 2:] + np.array([[m.num_tokens] for m in moves])
+        if (places[:, 2:] < 0).any() or (ends > layout.block_tokens).any():
+            raise KernelError(f"a move lies outside a block of {layout.block_tokens} tokens")
+        kv_NL2HBD = layout.torch_view(self._memory.data)
+        inv_freq = torch.from_numpy(self._rope_inv_freq)
+        for move in moves:
+            move_slots(
+                kv_NL2HBD,
+                source_block=move.source_block,
+                source_slot=move.source_slot,
+                target_block=move.target_block,
+                target_slot=move.target_slot,
+                num_tokens=move.num_tokens,
+                delta=move.delta,
+                inv_freq=inv_freq,
+            )
