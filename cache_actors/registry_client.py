@@ -34,6 +34,11 @@ class RegistryMember:
         self._report = report
         self._heartbeat_s = heartbeat_s
         self._task: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+
+    def report_now(self) -> None:
+        """Does not wait for the next heartbeat."""
+        self._hurry.set()
 
     async def start(self) -> None:
         """Registers, then goes on in the background."""
@@ -52,7 +57,9 @@ class RegistryMember:
     async def _run(self) -> None:
         known = True
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), self._heartbeat_s)
+            self._hurry.clear()
             try:
                 known = await self._beat(known)
             except RayError as error:

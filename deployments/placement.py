@@ -18,7 +18,7 @@ LOAD_BOUND = 1.25
 #: Blocks that make the key: long enough to tell system prompts apart, short enough that turns of a conversation agree.
 NUM_KEY_BLOCKS = 4
 
-RouteReason = Literal["only", "prefix", "load"]
+RouteReason = Literal["only", "owner", "prefix", "load", "moved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,11 @@ def rendezvous_score(key: bytes, pool_id: PoolId) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def place(key: bytes, candidates: Sequence[Candidate], request_tokens: int) -> Choice:
+def place(key: bytes, candidates: Sequence[Candidate], request_tokens: int, owner: ReplicaId | None = None) -> Choice:
     """The replica for a request of `request_tokens` tokens. `candidates` must not be empty.
 
-    "prefix": in the pool the key prefers; "load": that pool was loaded beyond the bound; "only": there was no choice.
+    "owner": the session's last replica; "prefix": in the pool that the key, or the session's last replica, prefers;
+    "load": those were loaded beyond the bound; "only": there was no choice. ("moved" is not decided here.)
     """
     if not candidates:
         raise ValueError("place() needs at least one candidate")
@@ -63,7 +64,13 @@ def place(key: bytes, candidates: Sequence[Candidate], request_tokens: int) -> C
     mean = (sum(candidate.load_tokens for candidate in candidates) + request_tokens) / len(candidates)
     # A request larger than the bound must still be possible on an idle replica.
     limit = max(LOAD_BOUND * mean, request_tokens)
-    pools = sorted({c.pool_id for c in candidates}, key=lambda pool: (-rendezvous_score(key, pool), pool))
+    home = {candidate.pool_id for candidate in candidates if candidate.replica_id == owner}
+    pools = sorted(
+        {c.pool_id for c in candidates}, key=lambda pool: (pool not in home, -rendezvous_score(key, pool), pool)
+    )
+    for candidate in candidates:
+        if candidate.replica_id == owner and candidate.load_tokens + request_tokens <= limit:
+            return Choice(candidate.replica_id, "owner")
     for rank, pool_id in enumerate(pools):
         members = [candidate for candidate in candidates if candidate.pool_id == pool_id]
         best = min(members, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))

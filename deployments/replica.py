@@ -102,6 +102,7 @@ class ModelReplica:
             on_fenced=self._on_fenced,
         )
         self._stall = StallWatch()
+        self._draining = False
         self._engine.start()
         self._membership = RegistryMember(get_or_create_registry(config.cluster), self._record(), self._report)
         await self._membership.start()
@@ -158,6 +159,12 @@ class ModelReplica:
         async for message in self._hub.messages(RouterId(router_id)):
             yield _encoder.encode(message)
 
+    async def drain(self, draining: bool, *, target: str) -> bytes:
+        """From now on takes nothing new, and routers move away what it has; False takes that back."""
+        self._draining = draining
+        self._membership.report_now()
+        return b""
+
     async def stats(self, *, target: str) -> bytes:
         """EngineStats."""
         return _encoder.encode(self._engine.stats())
@@ -213,4 +220,5 @@ class ModelReplica:
 
     def _report(self) -> tuple[ReplicaStatus, ReplicaLoad]:
         stats: EngineStats = self._engine.stats()
-        return "ready", ReplicaLoad(num_running=stats.num_running, num_waiting=stats.num_waiting)
+        load = ReplicaLoad(num_running=stats.num_running, num_waiting=stats.num_waiting)
+        return "draining" if self._draining else "ready", load

@@ -37,6 +37,10 @@ class ReplicaLink(Protocol):
         """Stops requests; unknown ones are ignored."""
         ...
 
+    async def drain(self, draining: bool) -> None:
+        """Tells the replica to take nothing new (or to take requests again); it tells the directory."""
+        ...
+
     async def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine."""
         ...

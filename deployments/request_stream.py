@@ -58,6 +58,14 @@ class RequestStream:
         #: Attempts that ended because their replica was lost.
         self.num_lost = 0
         self.num_cached_tokens: int | None = None
+        #: Where the next attempt should run: the session's last replica if it is not loaded too much; this one if it
+        #: is there at all.
+        self.owner: ReplicaId | None = None
+        self.target: ReplicaId | None = None
+        #: While it is moved: from where, since when, and the pause once the first delta of the new attempt is here.
+        self.origin: ReplicaId | None = None
+        self._taken_off_s = 0.0
+        self._landing: asyncio.Future[float] | None = None
         self._on_close = on_close
         self._pending: list[TokenDelta] = []
         self._error: RemoraError | None = None
@@ -97,6 +105,34 @@ class RequestStream:
             queue_timeout_s=queue_timeout_s,
             **resumed,
         )
+
+    # ---- moving ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_landing(self) -> bool:
+        """Whether it was moved and nothing has come of the new attempt yet."""
+        return self._landing is not None
+
+    def take_off(self, origin: ReplicaId | None) -> asyncio.Future[float]:
+        """The current attempt is over, the next is to begin elsewhere. The future will hold the pause in seconds."""
+        loop = asyncio.get_running_loop()
+        self.origin = origin
+        self._taken_off_s, self._landing = loop.time(), loop.create_future()
+        return self._landing
+
+    def land(self) -> None:
+        """The first delta after a move is here."""
+        landing, self._landing = self._landing, None
+        if landing is not None and not landing.done():
+            landing.set_result(landing.get_loop().time() - self._taken_off_s)
+
+    def crash_land(self) -> None:
+        """The request ended before anything came of the new attempt."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.cancel()
+
+    # ---- deltas ----------------------------------------------------------------------------------------------------
 
     def push(self, delta: TokenDelta) -> None:
         """Takes a delta that `log.judge` called "forward"."""

@@ -14,23 +14,24 @@ import asyncio
 import logging
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
 from remora.deployments.catalog import Catalog
-from remora.deployments.engine.messages import FeedMessage, GenerationRequest, Grammar, SamplingParams
+from remora.deployments.engine.messages import FeedMessage, GenerationRequest
+from remora.deployments.generation_job import GenerationJob
+from remora.deployments.listed import Listed
 from remora.deployments.model_card import ModelCard
-from remora.deployments.placement import Candidate, affinity_key, place
+from remora.deployments.moves import Moves
+from remora.deployments.placement import Candidate, Choice, affinity_key, place
 from remora.deployments.replica_connection import Connect, ReplicaConnection
 from remora.deployments.request_stream import RequestStream, error_of
 from remora.deployments.router_stats import ResumeReason, RouterStats
 from remora.namespaces.hashing import chain_hashes
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import RemoraConfig
-from remora.platform.base.errors import IntegrityError, OverQuota, RemoraError, Unavailable
-from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, RouterId, SessionId
+from remora.platform.base.errors import Conflict, IntegrityError, OverQuota, RemoraError, Unavailable
+from remora.platform.base.ids import ModelId, ReplicaId, RequestId, RouterId, SessionId
 from remora.platform.base.telemetry import span
 
 logger = logging.getLogger(__name__)
@@ -39,34 +40,6 @@ logger = logging.getLogger(__name__)
 MAX_LOST_ATTEMPTS = 3
 #: Requests of one router that may be unfinished at once; more are answered 429.
 MAX_OPEN_REQUESTS = 4096
-_NO_EPOCH = Epoch(0)
-
-
-class Listed(NamedTuple):
-    """A replica in the directory."""
-
-    model_id: ModelId
-    #: False while it drains: it finishes what it has and gets nothing new.
-    accepts: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob:
-    """A validated request: what to generate, not yet where."""
-
-    request_id: RequestId
-    model_id: ModelId
-    namespace_id: NamespaceId
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    num_choices: int = 1
-    grammar: Grammar | None = None
-    priority: int = 0
-    session_id: SessionId | None = None
-    #: Of the session's turn; attempts count up from it.
-    epoch: Epoch = _NO_EPOCH
-    #: W3C headers of the request's span.
-    trace_context: Mapping[str, str] | None = None
 
 
 class RouterCore:
@@ -85,6 +58,7 @@ class RouterCore:
         self.stats = stats or RouterStats()
         self._connect = connect
         self.catalog = Catalog(config)
+        self.moves = Moves(self)
         self._cards: dict[ModelId, ModelCard] = {}
         self._connections: dict[ReplicaId, ReplicaConnection] = {}
         self._listed: dict[ReplicaId, Listed] = {}
@@ -110,9 +84,11 @@ class RouterCore:
                 self._connections[replica_id] = connection
                 self._tasks[replica_id] = asyncio.create_task(connection.run(), name=f"feed-{replica_id}")
         self._assign_waiting()
+        self.moves.drain()
 
     async def stop(self) -> None:
         """Ends all feeds and fails all unfinished requests."""
+        await self.moves.stop()
         for stream in list(self._streams.values()):
             self._fail(stream, Unavailable("the router is shutting down"))
         tasks = list(self._tasks.values())
@@ -126,8 +102,25 @@ class RouterCore:
         """Of all listed replicas, connected or not."""
         return list(self._connections.values())
 
-    def model_of(self, replica_id: ReplicaId) -> ModelId:
-        return self._listed[replica_id].model_id
+    def listed(self, replica_id: ReplicaId) -> Listed:
+        return self._listed[replica_id]
+
+    def candidates(self, model_id: ModelId) -> list[Candidate]:
+        """Connected replicas of the model that take requests."""
+        return [_candidate(connection) for connection in self._connected(model_id)]
+
+    def draining(self) -> list[ReplicaId]:
+        """Listed replicas that take nothing new."""
+        return [replica_id for replica_id, listed in self._listed.items() if not listed.accepts]
+
+    def streams_at(self, replica_id: ReplicaId) -> list[RequestStream]:
+        """Unfinished requests whose current attempt is there."""
+        return [stream for stream in self._streams.values() if stream.replica_id == replica_id]
+
+    def stream_of(self, session_id: SessionId) -> RequestStream | None:
+        """The session's unfinished request, if this router has it."""
+        found = (stream for stream in self._streams.values() if stream.request.session_id == session_id)
+        return next(found, None)
 
     def is_ready(self, model_id: ModelId) -> bool:
         """Whether a replica of the model is connected now."""
@@ -195,6 +188,7 @@ class RouterCore:
         )
         loop = asyncio.get_running_loop()
         stream = RequestStream(request, started_s=loop.time(), on_close=self._on_close)
+        stream.owner, stream.target = job.owner, job.target
         self._streams[stream.attempt_id] = stream
         self._await_replica(stream)
         return stream
@@ -203,7 +197,7 @@ class RouterCore:
         return [
             connection
             for replica_id, connection in self._connections.items()
-            if connection.connected and self._listed[replica_id] == (model_id, True)
+            if connection.connected and self._listed[replica_id].takes(model_id)
         ]
 
     def _assign_waiting(self) -> None:
@@ -219,20 +213,23 @@ class RouterCore:
         self._assign(stream)
 
     def _assign(self, stream: RequestStream) -> None:
-        if request.session_id is not None:
-            attributes[names.REMORA_SESSION_ID] = request.session_id
         """Gives a waiting request to a replica, if there is one."""
         request = stream.request
         connected = self._connected(request.model_id)
         if not connected:
             return
         attributes = {names.REMORA_REQUEST_ID: stream.attempt_id, names.REMORA_NAMESPACE: request.namespace_id}
+        if request.session_id is not None:
+            attributes[names.REMORA_SESSION_ID] = request.session_id
         with span(names.ROUTER_ROUTE, attributes, parent=request.trace_context) as route:
             key = affinity_key(request.namespace_id, request.block_hashes)
-            route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
-            choice = place(key, [_candidate(each) for each in connected], stream.load_tokens)
+            if stream.target is not None and any(each.replica_id == stream.target for each in connected):
+                choice = Choice(stream.target, "moved")
+            else:
+                choice = place(key, [_candidate(each) for each in connected], stream.load_tokens, stream.owner)
             route.set_attribute(names.REMORA_REPLICA_ID, choice.replica_id)
             route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)
+            route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
         self._stop_waiting(stream)
         connection = self._connections[choice.replica_id]
         connection.own_load_tokens += stream.load_tokens
@@ -249,6 +246,7 @@ class RouterCore:
         self._cards[connection.card.model_id] = connection.card
         logger.info("replica %s of %s is connected", connection.replica_id, connection.card.model_id)
         self._assign_waiting()
+        self.moves.drain()
 
     def on_message(self, connection: ReplicaConnection, message: FeedMessage) -> None:
         for delta in message.deltas:
@@ -267,6 +265,7 @@ class RouterCore:
             verdict = stream.log.judge(delta)
             if verdict == "forward":
                 stream.push(delta)
+                stream.land()
                 if stream.log.finished:
                     self._forget(stream)
             elif verdict == "gap":
@@ -277,9 +276,12 @@ class RouterCore:
             self._resume(stream, "replica_lost", Unavailable(f"the replica was lost under this request: {reason}"))
 
     def _on_error(self, stream: RequestStream, error: RemoraError) -> None:
-        """An engine's error is final, unless it only says that this replica is going away."""
+        """An engine's error is final, unless it only says that this replica is going away, or will not have what was
+        moved to it."""
         if isinstance(error, Unavailable):
             self._resume(stream, "unavailable", error)
+        elif stream.is_landing:
+            self._resume(stream, "refused", error)
         else:
             self._fail(stream, error)
 
@@ -292,8 +294,28 @@ class RouterCore:
             self._fail(stream, error)
             return
         self.stats.resumed(stream.request.model_id, reason)
+        # What a target refuses goes back to where it ran, if that is still there.
+        self._next_attempt(stream, stream.origin if reason == "refused" else None)
+
+    def move(self, stream: RequestStream, target: ReplicaId) -> asyncio.Future[float]:
+        """Ends the current attempt and begins the next at `target`, behind what the client has.
+
+        The future holds the pause in seconds, from now to the first delta of the next attempt, wherever it runs in the
+        end; it is cancelled when the request ends before. Raises Conflict for a request that has ended or is moving.
+        """
+        if self._streams.get(stream.attempt_id) is not stream or stream.is_landing:
+            raise Conflict("The request has ended, or is being moved already.", field="to")
+        origin = stream.replica_id
+        self._withdraw(stream)
+        self._stop_waiting(stream)
+        landing = stream.take_off(origin)
+        self._next_attempt(stream, target)
+        return landing
+
+    def _next_attempt(self, stream: RequestStream, target: ReplicaId | None) -> None:
         self._streams.pop(stream.attempt_id, None)
         stream.attempt += 1
+        stream.target = target
         self._streams[stream.attempt_id] = stream
         self._await_replica(stream)
 
@@ -339,6 +361,7 @@ class RouterCore:
         self._withdraw(stream)
         self._stop_waiting(stream)
         self._streams.pop(stream.attempt_id, None)
+        stream.crash_land()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a request is lost between the states, or a finished one is still held."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from remora.deployments.placement import RouteReason
 from remora.platform.base.ids import ModelId
 
-ResumeReason = Literal["replica_lost", "unavailable", "gap"]
+ResumeReason = Literal["replica_lost", "unavailable", "gap", "refused"]
+#: Why a running request was moved.
+MoveReason = Literal["asked", "drain"]
+_PAUSE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class RouterStats:
@@ -36,11 +39,22 @@ class RouterStats:
             registry=self.registry,
         )
 
+        self._pause_s = Histogram(
+            "remora_migration_pause_seconds",
+            "From the end of a moved request's work at one replica to its first token from another.",
+            ("model", "reason"),
+            buckets=_PAUSE_BUCKETS_S,
+            registry=self.registry,
+        )
+
     def routed(self, model_id: ModelId, reason: RouteReason) -> None:
         self._routed.labels(model_id, reason).inc()
 
     def resumed(self, model_id: ModelId, reason: ResumeReason) -> None:
         self._resumed.labels(model_id, reason).inc()
+
+    def moved(self, model_id: ModelId, reason: MoveReason, pause_s: float) -> None:
+        self._pause_s.labels(model_id, reason).observe(pause_s)
 
     def abandoned(self, model_id: ModelId) -> None:
         self._abandoned.labels(model_id).inc()

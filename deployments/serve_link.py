@@ -46,6 +46,9 @@ class ServeLink:
     async def keep_alive(self, router_id: RouterId) -> None:
         await self._call("keep_alive", router_id)
 
+    async def drain(self, draining: bool) -> None:
+        await self._call("drain", draining)
+
     async def stats(self) -> dict[str, Any]:
         return dict(msgspec.msgpack.decode(await self._call("stats")))
 
@@ -58,7 +61,7 @@ class ServeLink:
             finally:
                 messages.cancel()
 
-    async def _call(self, method: str, *arguments: bytes | str) -> bytes:
+    async def _call(self, method: str, *arguments: bytes | str | bool) -> bytes:
         with _as_unavailable():
             response = _outside_request(lambda: getattr(self._handle, method).remote(*arguments, **self._target))
             try:

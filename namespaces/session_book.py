@@ -20,6 +20,7 @@ from remora.namespaces.session_commands import (
     Done,
     ForkSession,
     ListSessions,
+    MoveSession,
     PinSession,
     RenewTurns,
     SessionAnswer,
@@ -37,6 +38,7 @@ from remora.namespaces.session_log import (
     Appended,
     Created,
     Forked,
+    OwnerChanged,
     Pinned,
     SessionEvent,
     SessionState,
@@ -144,6 +146,13 @@ class SessionBook:
                 state = self._find(session_id, now_s)
                 if state.pinned != pinned:
                     state = self._apply(session_id, Pinned(at_s=now_s, pinned=pinned))
+                return _head(state)
+            case MoveSession(session_id=session_id, owner=owner):
+                state = self._find(session_id, now_s)
+                _require_idle(state)
+                if state.owner != owner:
+                    epochs = {"old_epoch": state.epoch, "epoch": Epoch(state.epoch + 1)}
+                    state = self._apply(session_id, OwnerChanged(at_s=now_s, owner=owner, **epochs))
                 return _head(state)
             case DeleteSession(session_id=session_id):
                 self._remove(self._find(session_id, now_s))

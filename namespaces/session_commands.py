@@ -55,6 +55,13 @@ class PinSession(_Command, frozen=True, kw_only=True, tag=True):
     pinned: bool
 
 
+class MoveSession(_Command, frozen=True, kw_only=True, tag=True):
+    """The replica that the next turn should go to. Refused while a turn is under way: its router moves that."""
+
+    session_id: SessionId
+    owner: ReplicaId
+
+
 class DeleteSession(_Command, frozen=True, kw_only=True, tag=True):
     session_id: SessionId
 
@@ -117,6 +124,7 @@ SessionCommand = (
     | ForkSession
     | TruncateSession
     | PinSession
+    | MoveSession
     | DeleteSession
     | ShowSession
     | ListSessions

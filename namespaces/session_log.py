@@ -23,7 +23,7 @@ from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
 
 #: More than the attempts a router makes at one request, which count up from the turn's epoch.
-EPOCHS_PER_TURN: Final = 16
+EPOCHS_PER_TURN: Final = 1024
 TOKEN_BYTES: Final = 4
 #: chat: messages under the model's template; text: tokens as they were sent.
 TurnKind = Literal["chat", "text"]

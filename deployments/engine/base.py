@@ -153,5 +153,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_s: HistogramStats
     #: Of that, outside the decoder and its turn.
     step_overhead_s: HistogramStats
+    #: Of a step, waiting for the device's turn at the step lock.
+    turn_wait_s: HistogramStats
     time_to_first_token_s: HistogramStats
     inter_token_s: HistogramStats

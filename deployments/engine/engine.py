@@ -198,6 +198,7 @@ class Engine:
         """Forward pass, sampling and commit; returns the seconds of the pass, its turn included."""
         book = self._book
         computed = self._runner.compute(plan)
+        book.counters.turn_wait_s.observe(computed.turn_wait_s)
         if not self._pool.may_emit():
             self._fence("the lease's generation or the pool's incarnation has changed")
             return computed.forward_s

@@ -25,6 +25,7 @@ class EngineCounters:
         self.num_finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.step_s = Histogram(_STEP_BOUNDS_S)
         self.step_overhead_s = Histogram(_STEP_BOUNDS_S)
+        self.turn_wait_s = Histogram(_STEP_BOUNDS_S)
         self.time_to_first_token_s = Histogram(_WAIT_BOUNDS_S)
         self.inter_token_s = Histogram(_WAIT_BOUNDS_S)
 
@@ -48,6 +49,7 @@ class EngineCounters:
             is_fenced=is_fenced,
             step_s=self.step_s.stats(),
             step_overhead_s=self.step_overhead_s.stats(),
+            turn_wait_s=self.turn_wait_s.stats(),
             time_to_first_token_s=self.time_to_first_token_s.stats(),
             inter_token_s=self.inter_token_s.stats(),
         )

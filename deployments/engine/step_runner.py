@@ -39,6 +39,8 @@ class Computed:
     logits_RV: Float32
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     forward_s: float = 0.0
+    #: Of that, waiting for the device's turn.
+    turn_wait_s: float = 0.0
 
 
 class StepRunner:
@@ -56,6 +58,7 @@ class StepRunner:
         )
         self._sampler = Sampler(model.vocab_size, _native_log_sum_exp())
         self._vocab_size = model.vocab_size
+        self._turn_wait_s = 0.0
         self.grammar_worker = GrammarWorker(model.tokenizer, model.vocab_size)
 
     def compute(self, plan: list[Scheduled]) -> Computed:
@@ -63,6 +66,7 @@ class StepRunner:
         sampling = [scheduled.sequence for scheduled in plan if scheduled.wants_logits]
         masks = self._start_masks(sampling)
         started_s = time.perf_counter()
+        self._turn_wait_s = 0.0
         try:
             computed = Computed(plan=plan, sampling=sampling, logits_RV=self._forward(plan))
         except Exception as error:  # a back-end's own errors as well as KernelError
@@ -72,6 +76,7 @@ class StepRunner:
             if masks is not None:
                 masks.result()
         computed.forward_s = time.perf_counter() - started_s
+        computed.turn_wait_s = self._turn_wait_s
         return computed
 
     def sample(self, computed: Computed) -> list[tuple[Sequence, Sampled]]:
@@ -102,7 +107,9 @@ class StepRunner:
 
     def _forward(self, plan: Items[Scheduled]) -> Float32:
         batch = self._filler.fill(plan)
+        asked_s = time.perf_counter()
         with self._gate.turn():
+            self._turn_wait_s += time.perf_counter() - asked_s
             logits_RV = self._decoder.forward(batch, self._memory)
         if logits_RV.shape != (batch.num_logit_rows, self._vocab_size):
             raise KernelError(

@@ -23,6 +23,7 @@ _COMMANDS = {
     "chat": "chat",
     "ns": "ns",
     "sessions": "sessions",
+    "drain": "drain",
     "trace": "trace",
     "bench": "bench",
     "replay": "replay",

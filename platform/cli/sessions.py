@@ -79,6 +79,24 @@ def fork(session_id: str, new_id: str | None, num_tokens: int | None, url: str |
 
 
 @sessions.command()
+@click.argument("session_id")
+@click.option("--replica", help="Where to: a replica (`remora status` lists them),")
+@click.option("--pool", help="or the least loaded replica of a pool,")
+@click.option("--node", help="or of a node.")
+@url_option
+def move(session_id: str, replica: str | None, pool: str | None, node: str | None, url: str | None) -> None:
+    """Moves a session to another replica; what is being generated goes on there."""
+    wanted = {name: value for name, value in (("replica", replica), ("pool", pool), ("node", node)) if value}
+    if len(wanted) != 1:
+        raise click.UsageError("give one of --replica, --pool and --node")
+    with make_client(url) as client:
+        made = _send(client, "POST", f"/v1/sessions/{session_id}/migrate", {"to": wanted})
+    how = ", ".join(f"{count} tokens {name}" for name, count in made["tokens"].items() if count)
+    pause = f", pause {made['pause_s'] * 1000:.0f} ms" if made["running"] else ""
+    click.echo(f"{session_id}: {made['from'] or 'nowhere'} → {made['to']} ({how or 'no tokens'}{pause})")
+
+
+@sessions.command()
 @click.argument("session_ids", nargs=-1, required=True)
 @url_option
 def delete(session_ids: tuple[str, ...], url: str | None) -> None:

@@ -57,8 +57,10 @@ def admin_routes(services: Services) -> APIRouter:
             [
                 {
                     "id": connection.replica_id,
-                    "model": core.model_of(connection.replica_id),
+                    "model": core.listed(connection.replica_id).model_id,
+                    "node": core.listed(connection.replica_id).node_id,
                     "connected": connection.connected,
+                    "draining": not core.listed(connection.replica_id).accepts,
                     "load_tokens": connection.reported_load_tokens,
                     "card": _card(connection),
                     "stats": figures,
@@ -77,7 +79,7 @@ def admin_routes(services: Services) -> APIRouter:
             *(replica_stats(connection) for connection in connections),
         )
         replicas = {
-            (connection.replica_id, core.model_of(connection.replica_id)): figures
+            (connection.replica_id, core.listed(connection.replica_id).model_id): figures
             for connection, figures in zip(connections, stats, strict=True)
             if figures is not None
         }

@@ -17,11 +17,12 @@ from remora.platform.http.http_stats import CountAnswers
 from remora.platform.http.models_routes import model_routes
 from remora.platform.http.page import page_routes
 from remora.platform.http.services import Services
+from remora.platform.http.session_moves import move_routes
 from remora.platform.http.sessions import session_routes
 from remora.platform.http.tokenize import tokenize_routes
+from remora.platform.http.traces import trace_routes
 
 #: nginx's status for "the client closed the connection"; only counters see it.
-from remora.platform.http.traces import trace_routes
 CLIENT_CLOSED = 499
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -47,8 +48,9 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> FastAPI:
     app.include_router(tokenize_routes(services))
     app.include_router(model_routes(services, created=int(time.time())))
     app.include_router(session_routes(services))
-    app.include_router(admin_routes(services))
-    app.add_middleware(CountAnswers, stats=services.stats)
+    app.include_router(move_routes(services))
     app.include_router(trace_routes(services))
-    return app
+    app.include_router(admin_routes(services))
     app.include_router(page_routes())
+    app.add_middleware(CountAnswers, stats=services.stats)
+    return app

@@ -11,9 +11,9 @@ from fastapi import Request
 from opentelemetry.trace import SpanKind
 
 from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.generation_job import GenerationJob
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.request_stream import RequestStream
-from remora.deployments.router import GenerationJob
 from remora.deployments.session_turns import SessionTurn
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import ContextLengthExceeded, InvalidRequest, RemoraError
@@ -54,7 +54,8 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
         self._merged: asyncio.Queue[list[ChoiceDelta] | RemoraError] = asyncio.Queue()
         self._num_pumping = 0
-        self._has_first_token = False
+        #: When tokens last came; None before the first.
+        self._delivered_s: float | None = None
         self._ended = False
         self._turn: SessionTurn | None = None
         self._added: TurnPrompt | None = None
@@ -151,6 +152,7 @@ class Generation:
                 priority=-(fields.priority if fields.priority is not None else turn.state.priority if turn else 0),
                 session_id=turn.session_id if turn else None,
                 epoch=turn.epoch if turn else Epoch(0),
+                owner=turn.state.owner if turn else None,
                 trace_context=inject(self._span),
             )
             self._streams.append(await self._services.core.open(job))
@@ -178,15 +180,23 @@ class Generation:
         The end of a session's turn is only passed on when the turn is in the session's log.
         """
         deltas = await self._next_merged() if self._pumps else self._numbered(0, await self._streams[0].next_deltas())
-        if deltas and not self._has_first_token:
-            self._has_first_token = True
-            waited_s = time.monotonic() - self._started_s
-            self._services.stats.first_token_s.labels(*self._labels).observe(waited_s)
-            self._span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, waited_s)
-        if self._turn is not None:
+        if deltas:
+            self._delivered()
         self.content.said(deltas)
+        if self._turn is not None:
             await self._keep(self._turn, deltas)
         return deltas
+
+    def _delivered(self) -> None:
+        """Notes how long the client has waited for these tokens."""
+        now_s, before_s = time.monotonic(), self._delivered_s
+        self._delivered_s = now_s
+        if before_s is not None:
+            self._services.stats.inter_token_s.labels(*self._labels).observe(now_s - before_s)
+            return
+        waited_s = now_s - self._started_s
+        self._services.stats.first_token_s.labels(*self._labels).observe(waited_s)
+        self._span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, waited_s)
 
     async def _keep(self, turn: SessionTurn, deltas: list[ChoiceDelta]) -> None:
         """Commits the turn when its last delta is among these."""
@@ -244,8 +254,8 @@ class Generation:
         stats.output_tokens.labels(*self._labels).inc(usage.completion_tokens)
         self._span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, usage.completion_tokens)
         self._span.set_attribute(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, usage.prompt_tokens_details.cached_tokens)
-        if error is not None:
         self.content.end()
+        if error is not None:
             fail(self._span, error)
         self._span.end()
 

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_INTER_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _BY_NAMESPACE = ("model", "namespace")
 
 
@@ -37,6 +38,13 @@ class HttpStats:
             "From the request's arrival to its first token, queueing and tokenizing included.",
             _BY_NAMESPACE,
             buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.inter_token_s = Histogram(
+            "remora_inter_token_seconds",
+            "Between two deliveries of tokens of a request, as its client sees them.",
+            _BY_NAMESPACE,
+            buckets=_INTER_TOKEN_BUCKETS_S,
             registry=registry,
         )
         self.prompt_tokens = Counter(

@@ -18,22 +18,26 @@ from ray.serve.exceptions import RayServeException
 from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import ReplicaDirectory
 from remora.cache_actors.session_client import RegistrySessions
+from remora.deployments.listed import Listed
 from remora.deployments.models.load import load_tokenizer
+from remora.deployments.moves import Moved
 from remora.deployments.pool_reports import ClusterPools
 from remora.deployments.replica_link import ReplicaLink
-from remora.deployments.router import Listed, RouterCore
+from remora.deployments.router import RouterCore
 from remora.deployments.serve_link import ServeLink
 from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig
-from remora.platform.base.ids import ReplicaId, RouterId
+from remora.platform.base.errors import Unavailable
+from remora.platform.base.ids import ReplicaId, RouterId, SessionId
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
+from remora.platform.base.span_file import traces_dir
 from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
+from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
-from remora.platform.base.span_file import traces_dir
 from remora.platform.http.router_metrics import Family, OneRouter, families_of
-from remora.platform.base.trace_store import TraceStore
+from remora.platform.http.running_moves import OwnMoves, decode_moves, move_encoded
 from remora.platform.http.services import Services, Tokenizers
 
 logger = logging.getLogger(__name__)
@@ -64,11 +68,16 @@ class HttpRouter:
             routers=_AllRouters(self._core) if config.http.num_routers > 1 else OneRouter(self._core.stats.registry),
             stats=HttpStats(self._core.stats.registry),
             turns=self._turns,
+            running_moves=_AllMoves() if config.http.num_routers > 1 else OwnMoves(self._core),
+            traces=TraceStore(traces_dir(state_dir)),
         )
+
+    async def move_own(self, session_id: str, target: str) -> bytes:
+        """Moves the session's running request if this router has it, for whichever router was asked."""
+        return await move_encoded(self._core, session_id, target)
 
     async def own_metrics(self) -> bytes:
         """This router's own metrics, for whichever router answers a scrape."""
-            traces=TraceStore(traces_dir(state_dir)),
         return msgspec.msgpack.encode(families_of(self._core.stats.registry))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -89,7 +98,7 @@ class HttpRouter:
     def _on_change(self) -> None:
         self._core.update_replicas(
             {
-                record.replica_id: Listed(record.model_id, record.status != "draining")
+                record.replica_id: Listed(record.model_id, record.node_id, record.status != "draining")
                 for record in self._directory.replicas()
             }
         )
@@ -99,6 +108,23 @@ class HttpRouter:
         return ServeLink(self._models[record.model_id], replica_id)
 
 
+def _routers() -> Any:
+    """A handle of this deployment: every router."""
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)
+
+
+class _AllMoves:
+    """RunningMoves over Serve: the router that has the request moves it."""
+
+    async def move(self, session_id: SessionId, target: ReplicaId) -> Moved | None:
+        try:
+            return decode_moves(await _routers().broadcast("move_own", session_id, target).results_async())
+        except (RayError, RayServeException) as error:
+            reason = str(error).partition("\n")[0]
+            raise Unavailable(f"not all routers answer ({reason}); try again") from None
+
+
 class _AllRouters:
     """RouterFamilies over Serve: asks every replica of this deployment."""
 
@@ -106,11 +132,9 @@ class _AllRouters:
         self._core = core
 
     async def families(self) -> Sequence[Sequence[Family]]:
-        context = serve.get_replica_context()
-        handle = serve.get_deployment_handle(context.deployment, context.app_name)
         try:
             async with asyncio.timeout(PEERS_TIMEOUT_S):
-                answers = await handle.broadcast("own_metrics").results_async()
+                answers = await _routers().broadcast("own_metrics").results_async()
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("not all routers answer: %s", str(error).partition("\n")[0])
             return [families_of(self._core.stats.registry)]

@@ -43,6 +43,7 @@ _ENGINE_COUNTERS = {
 _ENGINE_HISTOGRAMS = {
     "step_s": ("remora_engine_step_seconds", "Duration of a step."),
     "step_overhead_s": ("remora_engine_step_overhead_seconds", "Of that, outside the decoder and its turn."),
+    "turn_wait_s": ("remora_engine_turn_wait_seconds", "Of a step, waiting for the device's turn at the step lock."),
     "time_to_first_token_s": ("remora_engine_time_to_first_token_seconds", "From submission to the first token."),
     "inter_token_s": ("remora_engine_inter_token_seconds", "Between two tokens of a sequence."),
 }

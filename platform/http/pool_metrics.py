@@ -44,6 +44,10 @@ _NAMESPACE_COUNTERS: dict[str, tuple[str, Callable[[NamespaceReport], float]]] =
         "Sequences told to give their memory back.",
         lambda each: each.num_preempted,
     ),
+    "remora_namespace_revoked_bytes": (
+        "Of its cache, taken back because it was borrowed or its quota was lowered.",
+        lambda each: each.revoked_bytes,
+    ),
     "remora_namespace_lookup_tokens": ("Prompt tokens of admitted sequences.", lambda each: each.lookup_tokens),
     "remora_namespace_hit_tokens": ("Of those, found in the cache.", lambda each: each.hit_tokens),
 }

@@ -16,6 +16,7 @@ from remora.platform.base.ids import ModelId
 from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import RouterFamilies
+from remora.platform.http.running_moves import RunningMoves
 
 #: Texts longer than this are tokenized in a thread, so that a long prompt delays nobody's tokens.
 INLINE_TEXT_CHARS = 4096
@@ -67,4 +68,5 @@ class Services:
     routers: RouterFamilies
     stats: HttpStats
     turns: SessionTurns
+    running_moves: RunningMoves
     traces: TraceStore

@@ -19,19 +19,21 @@ from tokenizers.pre_tokenizers import ByteLevel
 from remora.cache_actors.session_registry import SessionRegistry
 from remora.deployments.engine.messages import FeedMessage, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from remora.deployments.feed import FeedHub
+from remora.deployments.listed import Listed
 from remora.deployments.model_card import ModelCard
 from remora.deployments.models.tokenizer import ChatTokenizer
-from remora.deployments.router import Listed, RouterCore
+from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig, parse_config
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
-from remora.platform.base.state_store import SqlStateStore, default_database_url
 from remora.platform.base.span_file import traces_dir
-from remora.platform.http.app import create_app
+from remora.platform.base.state_store import SqlStateStore, default_database_url
 from remora.platform.base.trace_store import TraceStore
+from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import OneRouter
+from remora.platform.http.running_moves import OwnMoves
 from remora.platform.http.services import Services, Tokenizers
 
 
@@ -50,6 +52,7 @@ class FakeReplica:
         self.pool_id = PoolId(pool)
         self.alive = True
         self.frozen = False
+        self.draining = False
         self.running: dict[RequestId, tuple[GenerationRequest, list[list[int] | None]]] = {}
         self.submitted: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
@@ -125,6 +128,10 @@ class FakeReplica:
             self.hub.drop(request_id)
             self.running.pop(request_id, None)
 
+    async def drain(self, draining: bool) -> None:
+        self._check()
+        self.draining = draining
+
     async def stats(self) -> dict[str, Any]:
         self._check()
         histogram = {"bounds": [0.1, 1.0], "counts": [1, 2, 3], "sum": 9.5}
@@ -138,7 +145,7 @@ class FakeReplica:
             "num_running": len(self.running),
             "is_fenced": False,
             "num_finished": {"stop": 4},
-            **dict.fromkeys(("step_s", "step_overhead_s", "time_to_first_token_s", "inter_token_s"), histogram),
+            **dict.fromkeys(("step_s", "step_overhead_s", "turn_wait_s", "time_to_first_token_s", "inter_token_s"), histogram),
         }
 
     # ---- commands of the test --------------------------------------------------------------------------------------
@@ -212,7 +219,7 @@ class Cluster:
 
     def publish(self, *, draining: Sequence[ReplicaId] = ()) -> None:
         self.core.update_replicas(
-            {key: Listed(replica.model_id, key not in draining) for key, replica in self.replicas.items()}
+            {key: Listed(replica.model_id, "node-1", key not in draining) for key, replica in self.replicas.items()}
         )
 
     async def settle(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
@@ -300,6 +307,8 @@ class Server:
             routers=OneRouter(self.core.stats.registry),
             stats=stats,
             turns=self.turns,
+            running_moves=OwnMoves(self.core),
+            traces=TraceStore(traces_dir(state_dir)),
         )
         server_config = uvicorn.Config(create_app(services), host="127.0.0.1", port=0, log_config=None, lifespan="off")
         self._server = uvicorn.Server(server_config)
@@ -307,7 +316,6 @@ class Server:
         self.url = ""
 
     async def start(self) -> None:
-            traces=TraceStore(traces_dir(state_dir)),
         self._tasks = [asyncio.create_task(self._server.serve()), asyncio.create_task(self._step())]
         await self.cluster.settle(lambda: self._server.started)
         self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"

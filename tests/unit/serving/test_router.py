@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from remora.deployments.engine.messages import SamplingParams
-from remora.deployments.router import MAX_LOST_ATTEMPTS, GenerationJob
+from remora.deployments.generation_job import GenerationJob
+from remora.deployments.router import MAX_LOST_ATTEMPTS
 from remora.platform.base.errors import InvalidRequest, OverQuota, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, RequestId
 
@@ -233,24 +234,6 @@ async def test_engine_errors_arrive_as_what_they_are(cluster: Any, make_replica:
     with pytest.raises(InvalidRequest) as invalid:
         await stream.next_deltas()
     assert invalid.value.field == "response_format"
-
-
-async def test_a_draining_replica_gets_nothing_new_and_finishes_what_it_has(
-    cluster: Any, make_replica: Any, expected_token: Any
-) -> None:
-    old = make_replica("a")
-    await cluster.add(old)
-    stream = await cluster.core.open(job(max_tokens=2))
-    await cluster.settle(lambda: old.running)
-    new = make_replica("b")
-    await cluster.add(new)
-    cluster.publish(draining=[old.replica_id])
-    for i in range(4):
-        (await cluster.core.open(job(f"new{i}"))).request  # noqa: B018
-    await cluster.settle(lambda: len(new.running) == 4)
-    await old.step(2)
-    assert await read(stream) == [text(expected_token, stream)]
-    assert len(old.submitted) == 1
 
 
 async def test_a_removed_replica_loses_its_requests_to_the_others(cluster: Any, make_replica: Any) -> None:

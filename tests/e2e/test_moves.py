@@ -1,0 +1,107 @@
+"""Requests that are moved while they stream, between real replicas: exact, without a gap, with their cache."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.e2e.test_losses import LONG
+
+pytestmark = pytest.mark.e2e
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 60}, "text": {"type": "string", "maxLength": 400}},
+    "required": ["name", "text"],
+    "additionalProperties": False,
+}
+TURNS = {
+    "greedy": {"temperature": 0, "max_tokens": 160, "ignore_eos": True},
+    "seeded": {"temperature": 1.0, "seed": 11, "max_tokens": 160, "ignore_eos": True},
+    "a pending stop string": {"temperature": 0, "max_tokens": 160, "ignore_eos": True, "stop": ["the zebra of Oz"]},
+    "a grammar": {
+        "temperature": 0,
+        "max_tokens": 160,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "story", "schema": SCHEMA}},
+    },
+}
+
+
+def _stream(platform: Any, body: dict[str, Any], move_at: int | None) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a session's first turn; with `move_at` it is moved to and fro, every so many chunks."""
+    session = platform.http.post("/v1/sessions", json={"model": "smollm2"}).json()["id"]
+    body = {"model": "smollm2", "prompt": LONG, "session_id": session, "stream": True, **body}
+    text, moves, num_chunks = "", [], 0
+    try:
+        with platform.http.stream("POST", "/v1/completions", json=body, timeout=120) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                document = json.loads(line[6:])
+                assert "error" not in document, document
+                text += "".join(choice["text"] for choice in document["choices"])
+                num_chunks += 1
+                if move_at is not None and num_chunks % move_at == 0 and len(moves) < 3:
+                    moves.append(_move(platform, session))
+    finally:
+        platform.http.delete(f"/v1/sessions/{session}")
+    return text, moves
+
+
+def _move(platform: Any, session: str) -> dict[str, Any]:
+    busy = [each["id"] for each in platform.replicas("smollm2") if each["stats"]["num_running"]]
+    (target,) = [each["id"] for each in platform.replicas("smollm2") if each["id"] not in busy]
+    response = platform.http.post(f"/v1/sessions/{session}/migrate", json={"to": {"replica": target}}, timeout=60)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+@pytest.mark.parametrize("kind", TURNS)
+def test_a_moved_stream_is_that_of_an_unmoved_run(platform: Any, kind: str) -> None:
+    platform.eventually(lambda: len(platform.replicas("smollm2")) == 2, 90, what="two replicas")
+    unmoved, _ = _stream(platform, TURNS[kind], None)
+    moved, moves = _stream(platform, TURNS[kind], 12)
+    assert moves
+    assert moved == unmoved
+    for each in moves:
+        assert each["running"]
+        assert each["tokens"]["shared"] > 200, "the replicas share a pool"
+        assert each["from"] != each["to"]
+
+
+def test_a_drained_replica_is_empty_and_its_stream_goes_on(platform: Any) -> None:
+    platform.eventually(lambda: len(platform.replicas("smollm2")) == 2, 90, what="two replicas")
+    body = {"model": "smollm2", "prompt": LONG, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    expected = platform.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    text, drained = "", None
+    try:
+        with platform.http.stream("POST", "/v1/completions", json={**body, "stream": True}, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+                if drained is None and len(text) > 40:
+                    (drained,) = [each for each in platform.replicas("smollm2") if each["stats"]["num_running"]]
+                    assert platform.http.post(f"/v1/replicas/{drained['id']}/drain", json={}).status_code == 200
+                    platform.eventually(partial(_is_empty, platform, drained["id"]), 10, what="it is empty")
+        assert text == expected
+        (seen,) = [each for each in platform.replicas("smollm2") if each["id"] == drained["id"]]
+        assert seen["draining"]
+        assert platform.http.post("/v1/completions", json={**body, "max_tokens": 4}).status_code == 200
+        assert _num_requests(platform, drained["id"]) == drained["stats"]["num_requests"]
+    finally:
+        assert platform.http.post(f"/v1/replicas/{drained['id']}/resume", json={}).status_code == 200
+
+
+def _stats(platform: Any, replica_id: str) -> dict[str, Any]:
+    (found,) = [each["stats"] for each in platform.replicas("smollm2") if each["id"] == replica_id]
+    return dict(found)
+
+
+def _is_empty(platform: Any, replica_id: str) -> bool:
+    return not _stats(platform, replica_id)["num_running"]
+
+
+def _num_requests(platform: Any, replica_id: str) -> int:
+    return int(_stats(platform, replica_id)["num_requests"])

@@ -1,0 +1,195 @@
+"""Running requests that are moved: one stream without a gap or a repeat, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+from tests.unit.serving.test_router import job, read, text
+
+from remora.platform.base.errors import Conflict, InvalidRequest, Unavailable
+from remora.platform.base.ids import ReplicaId
+
+
+async def running(cluster: Any, *replicas: Any, num_tokens: int = 3, **options: Any) -> tuple[Any, Any, Any]:
+    """A request with some tokens, the replica that has it, and the other one."""
+    stream = await cluster.core.open(job(**options))
+    await cluster.settle(lambda: any(replica.running for replica in replicas))
+    source, target = sorted(replicas, key=lambda replica: not replica.running)
+    await source.step(num_tokens)
+    await cluster.settle(lambda: stream.log.num_tokens == num_tokens * stream.request.num_choices)
+    return stream, source, target
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_move_within_a_pool_shares_the_blocks_and_the_client_sees_one_text(
+    cluster: Any, make_replica: Any, expected_token: Any, n: int
+) -> None:
+    replicas = make_replica("a"), make_replica("b")
+    await cluster.add(*replicas)
+    stream, source, target = await running(cluster, *replicas, max_tokens=8, n=n)
+    moving = asyncio.create_task(cluster.core.moves.move(stream, target.replica_id))
+    await cluster.settle(lambda: target.running)
+    assert not source.running, "one owner"
+    await target.step(5)
+    moved = await moving
+    assert (moved.source, moved.replica, moved.transfer) == (source.replica_id, target.replica_id, "shared")
+    assert moved.num_tokens == 3 + 3 * n
+    (resumed,) = target.submitted
+    assert resumed.epoch == 1
+    assert resumed.sampling.seed == source.submitted[0].sampling.seed
+    assert await read(stream, n) == [text(expected_token, stream, index) for index in range(n)]
+    assert cluster.core.num_open == 0
+
+
+async def test_a_move_to_another_pool_computes_there_while_the_source_goes_on(
+    cluster: Any, make_replica: Any, expected_token: Any
+) -> None:
+    replicas = make_replica("a", pool="p"), make_replica("b", pool="q")
+    await cluster.add(*replicas)
+    stream, source, target = await running(cluster, *replicas, max_tokens=8)
+    moving = asyncio.create_task(cluster.core.moves.move(stream, target.replica_id))
+    await cluster.settle(lambda: target.running)
+    precopy = target.submitted[0]
+    assert len(precopy.prompt_token_ids) == 6, "the prompt and the output so far"
+    await source.step(2)
+    await cluster.settle(lambda: stream.log.num_tokens == 5)
+    await target.step(1)  # ends the precopy
+    await cluster.settle(lambda: len(target.submitted) == 2)
+    assert target.submitted[1].output_token_ids == stream.log.token_ids()
+    await target.step(3)
+    assert (await moving).transfer == "recomputed"
+    assert await read(stream) == [text(expected_token, stream)]
+
+
+async def test_a_request_the_target_refuses_goes_on_where_it_can(
+    cluster: Any, make_replica: Any, expected_token: Any
+) -> None:
+    replicas = make_replica("a"), make_replica("b")
+    await cluster.add(*replicas)
+    stream, source, target = await running(cluster, *replicas, max_tokens=6)
+    target.error = {"error": "OverQuota", "error_message": "no room", "retry_after_s": 1.0}
+    moving = asyncio.create_task(cluster.core.moves.move(stream, target.replica_id))
+    for _ in range(200):
+        await asyncio.sleep(0.005)
+        target.error = None
+        for replica in replicas:
+            await replica.step()
+        if moving.done():
+            break
+    assert (await moving).replica in {source.replica_id, target.replica_id}
+    await asyncio.wait_for(finish(stream, *replicas), 5)
+    assert stream.log.num_tokens == 6
+
+
+async def finish(stream: Any, *replicas: Any) -> None:
+    while not stream.log.finished:
+        for replica in replicas:
+            await replica.step()
+
+
+@pytest.mark.parametrize("dies", ["source", "target", "both"])
+@pytest.mark.parametrize("stage", ["precopy", "freeze"])
+async def test_a_death_during_a_move_leaves_one_text_and_one_owner(
+    cluster: Any, make_replica: Any, expected_token: Any, dies: str, stage: str
+) -> None:
+    pools = ("p", "q") if stage == "precopy" else ("p", "p")
+    replicas = make_replica("a", pool=pools[0]), make_replica("b", pool=pools[1])
+    spare = make_replica("c", pool=pools[0])
+    await cluster.add(*replicas)
+    stream, source, target = await running(cluster, *replicas, max_tokens=9)
+    moving = asyncio.create_task(cluster.core.moves.move(stream, target.replica_id))
+    await cluster.settle(lambda: target.running)
+    await cluster.add(spare)
+    for replica, name in ((source, "source"), (target, "target")):
+        if dies in (name, "both"):
+            replica.kill()
+    stepping = asyncio.create_task(finish(stream, *[each for each in (source, target, spare) if each.alive]))
+    assert await asyncio.wait_for(read(stream), 10) == [text(expected_token, stream)]
+    await stepping
+    (outcome,) = await asyncio.gather(moving, return_exceptions=True)
+    assert not isinstance(outcome, BaseException) or isinstance(outcome, (Unavailable, Conflict))
+    await cluster.settle(lambda: not any(replica.running for replica in (source, target, spare) if replica.alive))
+    assert cluster.core.num_open == 0
+    cluster.core.check_integrity()
+
+
+async def test_a_client_that_leaves_during_a_move_leaves_nothing(cluster: Any, make_replica: Any) -> None:
+    replicas = make_replica("a"), make_replica("b")
+    await cluster.add(*replicas)
+    stream, _source, target = await running(cluster, *replicas)
+    moving = asyncio.create_task(cluster.core.moves.move(stream, target.replica_id))
+    await cluster.settle(lambda: target.running)
+    stream.close()
+    with pytest.raises(Conflict):
+        await moving
+    await cluster.settle(lambda: not target.running)
+    assert cluster.core.num_open == 0
+
+
+async def test_moves_that_make_no_sense_are_refused_and_change_nothing(cluster: Any, make_replica: Any) -> None:
+    replicas = make_replica("a"), make_replica("b")
+    await cluster.add(*replicas, make_replica("other", model="small"))
+    stream, source, target = await running(cluster, *replicas)
+    moves = cluster.core.moves
+    for name in ("nowhere", "other"):
+        with pytest.raises(InvalidRequest, match="to: no replica"):
+            await moves.move(stream, ReplicaId(name))
+    with pytest.raises(Conflict, match="already"):
+        await moves.move(stream, source.replica_id)
+    moving = asyncio.create_task(moves.move(stream, target.replica_id))
+    await cluster.settle(lambda: target.running)
+    with pytest.raises(Conflict, match="already"):
+        await moves.move(stream, source.replica_id)
+    await target.step()
+    await moving
+    stream.close()
+    with pytest.raises((Conflict, InvalidRequest)):
+        await moves.move(stream, source.replica_id)
+
+
+async def test_a_draining_replica_is_left_and_gets_nothing_new(
+    cluster: Any, make_replica: Any, expected_token: Any
+) -> None:
+    first, second = make_replica("a"), make_replica("b")
+    await cluster.add(first)
+    streams = [await cluster.core.open(job(f"r{index}", max_tokens=4)) for index in range(10)]
+    await cluster.settle(lambda: len(first.running) == 10)
+    await first.step(2)
+    cluster.publish(draining=[first.replica_id])
+    await asyncio.sleep(0.05)
+    assert len(first.running) == 10, "without another replica they end where they are"
+    cluster.replicas[second.replica_id] = second
+    cluster.publish(draining=[first.replica_id])
+    async with asyncio.timeout(5):
+        while first.running:
+            await second.step()
+    streams.append(await cluster.core.open(job("new", max_tokens=4)))
+    reading = asyncio.gather(*(read(stream) for stream in streams))
+    async with asyncio.timeout(5):
+        while not reading.done():
+            await second.step()
+    assert await reading == [[text(expected_token, stream)] for stream in streams]
+    assert not first.running
+    assert {request.request_id for request in first.submitted}.isdisjoint({"new"})
+
+
+async def test_a_session_goes_to_its_last_replica_unless_that_is_loaded(cluster: Any, make_replica: Any) -> None:
+    replicas = [make_replica(name, pool=name) for name in "abc"]
+    await cluster.add(*replicas)
+    for index, replica in enumerate(replicas):
+        stream = await cluster.core.open(_of_owner(f"s{index}", replica.replica_id))
+        await cluster.settle(lambda replica=replica: bool(replica.running))
+        stream.close()
+        await cluster.settle(lambda replica=replica: not replica.running)
+    busy = [await cluster.core.open(_of_owner(f"b{index}", ReplicaId("a"))) for index in range(9)]
+    await cluster.settle(lambda: sum(len(replica.running) for replica in replicas) == 9)
+    assert all(replica.running for replica in replicas), "loaded beyond the bound, others take over"
+    for stream in busy:
+        stream.close()
+
+
+def _of_owner(name: str, owner: ReplicaId) -> Any:
+    return dataclasses.replace(job(name), owner=owner)
