@@ -33,6 +33,8 @@ class NamespaceReport(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: int
     #: Blocks by cause; see EvictionCause in namespaces/blocks.py.
     evicted_blocks: dict[str, int]
+    #: Of its cache, what was taken back because it was borrowed or because its quota was lowered, since the pool began.
+    revoked_bytes: int = 0
     #: What its lookups say about the size it could use.
     advice: CapacityAdvice = CapacityAdvice()
 
@@ -110,6 +112,13 @@ def _advise(parts: PoolParts, namespace: Namespace) -> CapacityAdvice:
     return namespace.adviser.advice(space.block_bytes if space is not None else 0, parts.now_s)
 
 
+def _revoked_bytes(parts: PoolParts, namespace: Namespace) -> int:
+    """In blocks of the model's geometry."""
+    space = parts.book.model_spaces.get(namespace.model_id)
+    num_blocks = namespace.evicted_blocks.get("borrowed", 0) + namespace.evicted_blocks.get("quota", 0)
+    return num_blocks * space.block_bytes if space is not None else 0
+
+
 def describe_pool(parts: PoolParts) -> PoolReport:
     """A consistent picture; costs a step per namespace, extent list and running sequence."""
     running: dict[NamespaceId, int] = {}
@@ -135,6 +144,7 @@ def describe_pool(parts: PoolParts) -> PoolReport:
             lookup_tokens=namespace.lookup_tokens,
             hit_tokens=namespace.hit_tokens,
             evicted_blocks=dict(namespace.evicted_blocks),
+            revoked_bytes=_revoked_bytes(parts, namespace),
             advice=_advise(parts, namespace),
         )
         for namespace in parts.book.namespaces.values()
