@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_support import BLOCK_TOKENS, EOS, VOCAB, Harness, expected_greedy, history_logits
+from engine_support import BLOCK_TOKENS, EOS, VOCAB, expected_greedy, history_logits
 
 PROMPT = "The remora travels with a ray."
-
-
-@pytest.fixture
-def harness():
-    made: list[Harness] = []
-
-    def make(**options) -> Harness:
-        made.append(Harness(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.num_referenced_blocks == 0
 
 
 def test_a_greedy_request_gives_the_models_tokens_and_ends_at_max_tokens(harness) -> None:

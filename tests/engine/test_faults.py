@@ -7,26 +7,12 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from engine_support import EOS, VOCAB, Harness, expected_greedy, history_logits
+from engine_support import EOS, VOCAB, expected_greedy, history_logits
 
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.errors import KernelError, Unavailable
 
 PROMPT = "The remora travels with a ray."
-
-
-@pytest.fixture
-def harness():
-    made: list[Harness] = []
-
-    def make(**options) -> Harness:
-        made.append(Harness(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.num_referenced_blocks == 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

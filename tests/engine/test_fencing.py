@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from engine_support import Harness
-
 PROMPT = "The remora travels with a ray."
-
-
-@pytest.fixture
-def harness():
-    made: list[Harness] = []
-
-    def make(**options) -> Harness:
-        made.append(Harness(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.num_referenced_blocks == 0
 
 
 def test_nothing_leaves_after_the_lease_is_lost(harness) -> None:

@@ -15,20 +15,6 @@ from remora.platform.base.ids import ModelId, NamespaceId, SequenceId
 PROMPT = "The remora travels with a ray."
 
 
-@pytest.fixture
-def harness():
-    made: list[Harness] = []
-
-    def make(**options) -> Harness:
-        made.append(Harness(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.num_referenced_blocks == 0
-
-
 def test_case_21_more_than_fits_at_once_is_served_one_after_the_other_exactly(harness) -> None:
     # Four requests of 12 + 20 tokens (8 blocks each) in 16 blocks.
     one = harness(num_blocks=16)

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from engine_support import BLOCK_TOKENS, Harness, expected_greedy
 
 from remora.namespaces.commands import Admit
-
-
-@pytest.fixture
-def harness():
-    made: list[Harness] = []
-
-    def make(**options) -> Harness:
-        made.append(Harness(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.num_referenced_blocks == 0
 
 
 def order_of_ends(one: Harness) -> list[str]:
