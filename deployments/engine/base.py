@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from remora.deployments.engine.messages import TokenDelta
 from remora.kernels.base import Decoder
@@ -55,6 +57,11 @@ class EngineModel(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def rope_inv_freq(self) -> NDArray[np.float32] | None:
+        """Frequencies of the rotation of K; None: stored K cannot be moved to other positions."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

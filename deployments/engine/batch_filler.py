@@ -12,11 +12,11 @@ from remora.platform.base.ids import SequenceId
 
 
 class BatchFiller:
-    """Owns a StepBatch. Rows of tables are recognised by the run they belong to: within a run a table only grows."""
+    """Owns a StepBatch. Rows of tables are recognised by run and edit: a table only grows in between."""
 
     def __init__(self, *, max_tokens: int, max_sequences: int, max_blocks: int) -> None:
         self.batch = StepBatch(max_tokens=max_tokens, max_sequences=max_sequences, max_blocks=max_blocks)
-        self._row_runs: list[SequenceId | None] = [None] * max_sequences
+        self._row_tables: list[tuple[SequenceId | None, int]] = [(None, 0)] * max_sequences
         self._row_num_blocks = [0] * max_sequences
         self._steps_T = np.arange(max_tokens + 1, dtype=np.int32)
 
@@ -59,8 +59,8 @@ class BatchFiller:
         tables_SB = self.batch.block_table_SB
         for row, (sequence, _) in enumerate(plan):
             num_blocks, num_known = sequence.num_blocks, self._row_num_blocks[row]
-            if self._row_runs[row] != sequence.sequence_id:
-                self._row_runs[row] = sequence.sequence_id
+            if self._row_tables[row] != (sequence.sequence_id, sequence.table_no):
+                self._row_tables[row] = (sequence.sequence_id, sequence.table_no)
                 # Columns of the row's last owner go back to 0, as the batch promises.
                 tables_SB[row, num_blocks:num_known] = 0
                 num_known = 0

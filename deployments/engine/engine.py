@@ -29,6 +29,7 @@ from remora.deployments.engine.scheduler import Scheduled, Scheduler
 from remora.deployments.engine.sequence import Phase
 from remora.deployments.engine.step_runner import StepRunner
 from remora.kernels.base import KVMemory
+from remora.kernels.mover import KVMover
 from remora.namespaces.commands import AnyAnswer, AnyEvent
 from remora.platform.base.clock import Clock
 from remora.platform.base.errors import RemoraError, Unavailable
@@ -71,6 +72,7 @@ class Engine:
             self._runner.grammar_worker,
             self._config,
             block_tokens=memory.geometry.block_tokens,
+            mover=KVMover(memory, model.rope_inv_freq),
             find_namespace=find_namespace,
             post=self._post,
             fence=self._fence,
@@ -164,6 +166,7 @@ class Engine:
         now_s = self._clock.now_s()
         book.expire(now_s)
         book.release_followers()
+        book.edit_contexts()
         book.link.ask_for_blocks(scheduler.running, now_s)
         # Memory that a preemption freed is for those who lacked it; all others come a step later.
         if not book.has_preempted:
@@ -207,7 +210,7 @@ class Engine:
         for sequence, error in computed.failed:
             book.fail(sequence, error)
         for sequence, num_tokens in computed.plan:
-            is_output = sequence.num_computed_tokens >= sequence.num_prompt_tokens
+            is_output = sequence.computes_output
             sequence.num_computed_tokens += num_tokens
             sequence.spans.stepped()
             if not is_output:

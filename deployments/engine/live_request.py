@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from remora.deployments.engine.base import EngineModel, EngineNamespace
+from remora.deployments.engine.context_window import ContextWindow
 from remora.deployments.engine.draws import seed_of_request
 from remora.deployments.engine.messages import GenerationRequest
 from remora.deployments.engine.output import OutputText
@@ -53,6 +54,7 @@ def make_sequences(live: LiveRequest, model: EngineModel, *, max_tokens: int, bl
             seed=seed,
             max_tokens=max_tokens,
             block_tokens=block_tokens,
+            window=ContextWindow(request.context, max_model_len=model.max_model_len),
         )
         for choice_index in range(request.num_choices)
     ]

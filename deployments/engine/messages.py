@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from remora.namespaces.edits import ContextOutcome, ContextPlan
 from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, ReplicaId, RequestId, RouterId, SessionId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -51,7 +52,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model_id: ModelId
     namespace_id: NamespaceId
     prompt_token_ids: tuple[int, ...]
-    #: Chain hashes of the prompt's full blocks, computed once by the router.
+    #: Chain hashes of the prompt's full blocks (up to where its context is edited first), computed once by the router.
     block_hashes: tuple[BlockHash, ...]
     sampling: SamplingParams
     num_choices: int = 1
@@ -63,6 +64,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Epoch = Epoch(0)
     #: Tokens a client has already received, per choice: after a failover generation goes on behind them.
     output_token_ids: tuple[tuple[int, ...], ...] = ()
+    #: Of a session whose tokens are not, or will not be, all that was said; only with one choice.
+    context: ContextPlan | None = None
     #: W3C trace context headers.
     trace_context: dict[str, str] = {}
 
@@ -93,6 +96,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     error_message: str | None = None
     retry_after_s: float | None = None
+    #: In the last delta of a choice whose context was edited.
+    context: ContextOutcome | None = None
 
 
 class FeedMessage(msgspec.Struct, frozen=True, kw_only=True):

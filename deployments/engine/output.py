@@ -14,6 +14,7 @@ from remora.deployments.engine.messages import (
     TokenLogprob,
 )
 from remora.deployments.engine.stop import StopText
+from remora.namespaces.edits import ContextOutcome
 from remora.platform.base import errors
 from remora.platform.base.errors import RemoraError
 from remora.platform.base.ids import RouterId
@@ -103,6 +104,7 @@ def token_delta(
     finish_reason: FinishReason | None = None,
     stop_reason: str | int | None = None,
     num_cached_tokens: int | None = None,
+    context: ContextOutcome | None = None,
 ) -> TokenDelta:
     """What a choice produced; `logprobs` has an entry for each token or none at all."""
     return TokenDelta(
@@ -116,6 +118,7 @@ def token_delta(
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=num_cached_tokens,
+        context=context,
     )
 
 

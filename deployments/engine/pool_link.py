@@ -36,6 +36,8 @@ from remora.namespaces.commands import (
     Seal,
     Wait,
 )
+from remora.namespaces.edits import Removal
+from remora.namespaces.sequence_commands import Edited, NoRoom, SequenceRemove, Settle, Settled
 from remora.platform.base.errors import IntegrityError, StaleLease
 from remora.platform.base.ids import BlockHash, LeaseId, SequenceId
 
@@ -55,6 +57,12 @@ class PoolListener(Protocol):
     def on_over_quota(self, sequence: Sequence, answer: OverQuota) -> None: ...
 
     def on_preempted(self, sequence: Sequence, reason: str) -> None: ...
+
+    def on_edited(self, sequence: Sequence, edited: Edited) -> None:
+        """Tokens were taken out of its table: the bytes must be moved, then the edit settled."""
+        ...
+
+    def on_edit_refused(self, sequence: Sequence, reason: str) -> None: ...
 
     def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
         """The pool refused a command of this sequence as wrong; it cannot go on."""
@@ -95,8 +103,8 @@ class PoolLink:
                 lease_id=_NO_LEASE,
                 sequence_id=sequence.sequence_id,
                 namespace_id=sequence.namespace_id,
-                hashes=tuple(sequence.extend_hashes(sequence.num_tokens // sequence.block_tokens)),
-                num_tokens=sequence.num_tokens,
+                hashes=tuple(sequence.extend_hashes(sequence.horizon // sequence.block_tokens)),
+                num_tokens=sequence.horizon,
                 num_blocks=sequence.num_wanted_blocks(self._config.num_reserve_blocks),
                 max_blocks=sequence.max_blocks,
                 session_id=request.session_id,
@@ -117,6 +125,28 @@ class PoolLink:
                 items.append(ExtendItem(sequence_id=sequence.sequence_id, num_blocks=missing))
         if items:
             self._port.send(Extend(lease_id=_NO_LEASE, items=tuple(items)))
+
+    def edit(self, sequence: Sequence, removal: Removal) -> None:
+        """Asks for tokens to be taken out of a running sequence's blocks; what is full is published before."""
+        assert sequence.sequence_id is not None
+        self._seals.extend(sequence.take_seals())
+        self._send_seals()
+        sequence.is_edit_pending = True
+        self._port.send(
+            SequenceRemove(
+                lease_id=_NO_LEASE,
+                sequence_id=sequence.sequence_id,
+                start=removal.start,
+                end=removal.end,
+                close_gap=True,
+                num_tokens=removal.at,
+            )
+        )
+
+    def settle(self, sequence: Sequence) -> None:
+        """The bytes of an edit are moved."""
+        assert sequence.sequence_id is not None
+        self._port.send(Settle(lease_id=_NO_LEASE, sequence_ids=(sequence.sequence_id,)))
 
     def publish(self, running: Iterable[Sequence], now_s: float) -> None:
         """Publishes blocks that became full, at most once in `publish_interval_s`."""
@@ -168,7 +198,13 @@ class PoolLink:
                 self.num_published_blocks += num_sealed
                 if isinstance(command, Publish):
                     self._listener.on_published(seal.block_hash for seal in command.seals)
-            case Released():
+            case Edited(sequence_id=sequence_id):
+                if (sequence := self._by_id.get(sequence_id)) is not None:
+                    self._listener.on_edited(sequence, answer)
+            case NoRoom(sequence_id=sequence_id):
+                if (sequence := self._by_id.get(sequence_id)) is not None:
+                    self._listener.on_edit_refused(sequence, "there is no memory to move its tokens")
+            case Released() | Settled():
                 pass
             case Refused():
                 self._refused(command, answer)
@@ -233,6 +269,9 @@ class PoolLink:
                         num_blocks=sequence.num_wanted_blocks(self._config.num_reserve_blocks) - sequence.num_blocks,
                     )
                     self._port.send(Extend(lease_id=_NO_LEASE, items=(item,)))
+            case SequenceRemove(sequence_id=sequence_id):
+                if (sequence := self._by_id.get(sequence_id)) is not None:
+                    self._listener.on_edit_refused(sequence, refused.message)
             case _:
                 # Blocks stay private, or are freed when the lease ends: no sequence is hurt.
                 _log.error("the pool refused %s: %s: %s", type(command).__name__, refused.error, refused.message)

@@ -20,7 +20,9 @@ from remora.deployments.engine.request_check import check_request
 from remora.deployments.engine.sampler import Sampled
 from remora.deployments.engine.scheduler import Scheduler
 from remora.deployments.engine.sequence import Phase, Sequence
+from remora.kernels.mover import KVMover
 from remora.namespaces.commands import Admitted, OverQuota, Refused
+from remora.namespaces.sequence_commands import Edited
 from remora.platform.base import errors
 from remora.platform.base.errors import IntegrityError, KernelError, PoolError, RemoraError
 from remora.platform.base.ids import BlockHash, RequestId
@@ -44,6 +46,7 @@ class RequestBook:
         config: EngineConfig,
         *,
         block_tokens: int,
+        mover: KVMover,
         find_namespace: FindNamespace,
         post: Callable[[Callable[[], None]], None],
         fence: Callable[[str], None],
@@ -53,6 +56,7 @@ class RequestBook:
         self._scheduler = scheduler
         self._grammar_worker = grammar_worker
         self._block_tokens = block_tokens
+        self._mover = mover
         self._find_namespace = find_namespace
         self._post = post
         self._fence = fence
@@ -180,6 +184,13 @@ class RequestBook:
                 )
 
     def on_admitted(self, sequence: Sequence, admitted: Admitted) -> None:
+        num_found = admitted.num_cached_blocks * self._block_tokens
+        if num_found < sequence.window.kept_end:
+            # KV that depends on tokens that are gone is lost. What is computed instead has another name: look it up.
+            sequence.window.forget(num_found)
+            sequence.forget_hashes(num_found)
+            self._take_back(sequence)
+            return
         self._scheduler.set_running(sequence)
         try:
             sequence.start_run(admitted.blocks, admitted.num_cached_blocks)
@@ -227,6 +238,36 @@ class RequestBook:
         self.has_preempted = True
         self.counters.num_preemptions += 1
         sequence.num_preemptions += 1
+        self._take_back(sequence)
+
+    # ---- contexts
+
+    def edit_contexts(self) -> None:
+        """Takes out of running sequences what must leave them now."""
+        for sequence in list(self._scheduler.running):
+            if (removal := sequence.due_removal) is not None:
+                if self._mover.can_move:
+                    self.link.edit(sequence, removal)
+                else:
+                    self.on_edit_refused(sequence, "the KV of this model cannot be moved")
+
+    def on_edited(self, sequence: Sequence, edited: Edited) -> None:
+        """Moves what is left, and goes on with it."""
+        self._mover.move(edited.moves)
+        self.link.settle(sequence)
+        removal = sequence.window.next_removal
+        assert removal is not None
+        sequence.take_edit(removal, edited.num_kept_blocks, edited.blocks)
+        self.counters.load_tokens -= removal.num_removed
+
+    def on_edit_refused(self, sequence: Sequence, reason: str) -> None:
+        """Computes what is left anew."""
+        removal = sequence.window.next_removal
+        assert removal is not None
+        _log.warning("%s: tokens behind an edit are computed anew: %s", sequence.sequence_id, reason)
+        sequence.take_out(removal, kv_kept=False)
+        self.counters.load_tokens -= removal.num_removed
+        self.has_preempted = True
         self._take_back(sequence)
 
     def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
@@ -283,6 +324,7 @@ class RequestBook:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=None if sequence.has_sent else live.num_cached_tokens,
+            context=sequence.window.outcome() if finish_reason is not None else None,
         )
         sequence.has_sent = True
         sequence.num_sent_tokens += len(token_ids)

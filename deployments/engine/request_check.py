@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from remora.deployments.engine.base import EngineModel
+from remora.deployments.engine.context_window import ContextWindow
 from remora.deployments.engine.messages import GenerationRequest, SamplingParams
 from remora.platform.base.errors import ContextLengthExceeded, InvalidRequest
 
@@ -12,8 +13,10 @@ def check_request(request: GenerationRequest, model: EngineModel) -> int:
     num_prompt = len(request.prompt_token_ids)
     if num_prompt == 0:
         raise InvalidRequest("prompt: it has no tokens; send at least one.", field="prompt")
-    if num_prompt >= model.max_model_len:
-        raise ContextLengthExceeded(num_prompt + 1, model.max_model_len, field="prompt")
+    window = ContextWindow(request.context, max_model_len=model.max_model_len)
+    room = window.room(num_prompt)
+    if room is not None and room < 1:
+        raise ContextLengthExceeded(window.limit_tokens - room + 1, window.limit_tokens, field="prompt")
     sampling = request.sampling
     for field, token_ids in (
         ("prompt", request.prompt_token_ids),
@@ -26,10 +29,12 @@ def check_request(request: GenerationRequest, model: EngineModel) -> int:
             raise InvalidRequest(f"{field}: token id {wrong} is outside 0..{model.vocab_size - 1}", field=field)
     if not 1 <= request.num_choices <= 128:
         raise InvalidRequest(f"n: {request.num_choices} is not allowed: from 1 to 128", field="n")
+    if request.context is not None and request.num_choices != 1:
+        raise InvalidRequest("n: a session continues with one choice; fork it instead", field="n")
     if len(request.output_token_ids) > request.num_choices:
         raise InvalidRequest("output_token_ids: more choices than n", field="output_token_ids")
     _check_sampling(sampling)
-    max_tokens = min(sampling.max_tokens, model.max_model_len - num_prompt)
+    max_tokens = sampling.max_tokens if room is None else min(sampling.max_tokens, room)
     if any(len(token_ids) > max_tokens for token_ids in request.output_token_ids):
         raise InvalidRequest("output_token_ids: more than max_tokens", field="output_token_ids")
     return max_tokens

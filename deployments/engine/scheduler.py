@@ -106,7 +106,7 @@ class Scheduler:
         decoding: list[Sequence] = []
         behind: list[Sequence] = []
         for sequence in self.running:
-            if sequence.num_free_slots > 0:
+            if sequence.num_free_slots > 0 and sequence.num_computable_tokens > 0:
                 (decoding if sequence.num_pending_tokens == 1 else behind).append(sequence)
         budget, places = config.max_step_tokens, config.max_num_seqs
         most = min(budget, places) - (1 if behind and min(budget, places) > 1 else 0)
@@ -119,7 +119,7 @@ class Scheduler:
         for sequence in behind:
             if budget <= 0 or len(plan) >= places:
                 break
-            num_tokens = min(sequence.num_pending_tokens, sequence.num_free_slots, budget)
+            num_tokens = min(sequence.num_computable_tokens, sequence.num_free_slots, budget)
             plan.append(Scheduled(sequence, num_tokens))
             budget -= num_tokens
         for sequence, _ in plan:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from remora.deployments.engine.context_window import ContextWindow
 from remora.deployments.engine.grammar import GrammarMatcher
 from remora.deployments.engine.logits import LogitShaper
 from remora.deployments.engine.messages import FinishReason
@@ -26,7 +27,8 @@ from remora.deployments.engine.output import OutputText, Step
 from remora.deployments.engine.sampler import SampleRow
 from remora.deployments.engine.spans import SequenceSpans
 from remora.namespaces.commands import Seal
-from remora.namespaces.hashing import next_hash
+from remora.namespaces.edits import Removal
+from remora.namespaces.hashing import edited_parent, next_hash
 from remora.platform.base.errors import IntegrityError, InvalidRequest
 from remora.platform.base.ids import BlockHash, SequenceId
 
@@ -63,6 +65,7 @@ class Sequence:
         seed: int,
         max_tokens: int,
         block_tokens: int,
+        window: ContextWindow,
     ) -> None:
         request = live.request
         self.live = live
@@ -75,27 +78,32 @@ class Sequence:
         num_prompt = len(request.prompt_token_ids)
         self.block_tokens = block_tokens
         self.max_tokens = max_tokens
+        self.window = window
         self.num_prompt_tokens = num_prompt
-        #: The token log: prompt, then output. Beyond num_tokens it is unused.
+        #: The token log: prompt, then output, without what has left the context. Beyond num_tokens it is unused.
         self.token_ids: Int32 = np.empty(num_prompt + max_tokens, np.int32)
         self.token_ids[:num_prompt] = request.prompt_token_ids
         self.num_tokens = num_prompt
         self.last_token_id = request.prompt_token_ids[-1]
         #: Chain hashes of the log's first full blocks; more are appended when they are needed.
         self.hashes: list[BlockHash] = []
-        if len(request.block_hashes) == num_prompt // block_tokens:
+        if len(request.block_hashes) == self.horizon // block_tokens:
             self.hashes.extend(request.block_hashes)
 
         # ---- this run
         self.sequence_id: SequenceId | None = None
         #: Most blocks it can come to need.
-        self.max_blocks = -(-(num_prompt + max_tokens) // block_tokens)
+        self.max_blocks = -(-min(num_prompt + max_tokens, window.limit_tokens) // block_tokens)
         self.blocks: Int32 = np.zeros(self.max_blocks, np.int32)
         self.num_blocks = 0
         #: Tokens whose KV lies in the blocks.
         self.num_computed_tokens = 0
         self.num_published_blocks = 0
         self.is_extend_pending = False
+        #: The pool was asked to take tokens out of its blocks.
+        self.is_edit_pending = False
+        #: Changes when blocks leave the table within a run.
+        self.table_no = 0
         #: Not before this time is the pool asked for more, after it refused.
         self.extend_after_s = 0.0
         #: Grows over all sequences' turns: the smallest has waited longest.
@@ -127,7 +135,31 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return self.num_tokens + self.window.num_removed_tokens - self.num_prompt_tokens
+
+    @property
+    def computes_output(self) -> bool:
+        """Whether what is computed next was generated."""
+        return self.num_computed_tokens + self.window.num_removed_tokens >= self.num_prompt_tokens
+
+    @property
+    def horizon(self) -> int:
+        """Tokens at the beginning of the log that can be computed before some leave the context."""
+        removal = self.window.next_removal
+        return self.num_tokens if removal is None else min(self.num_tokens, removal.at)
+
+    @property
+    def num_computable_tokens(self) -> int:
+        """Tokens that can be computed now, room aside."""
+        return 0 if self.is_edit_pending else self.horizon - self.num_computed_tokens
+
+    @property
+    def due_removal(self) -> Removal | None:
+        """What must leave the context before anything more is computed."""
+        removal = self.window.next_removal
+        if removal is None or self.is_edit_pending or removal.at != self.num_computed_tokens:
+            return None
+        return removal if self.num_pending_tokens else None
 
     @property
     def num_pending_tokens(self) -> int:
@@ -139,7 +171,7 @@ class Sequence:
         self.token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
         self.last_token_id = token_id
-        self.sample_row.position = self.num_tokens
+        self.sample_row.position = self.num_tokens + self.window.num_removed_tokens
         if not self.sample_row.shaper.is_neutral:
             self.sample_row.shaper.push(token_id)
         self.update_bans()
@@ -185,6 +217,9 @@ class Sequence:
         while len(self.hashes) < num_blocks:
             start = len(self.hashes) * size
             parent = self.hashes[-1] if self.hashes else self.live.namespace.root
+            for edit in self.window.edits:
+                if start <= edit.position < start + size:
+                    parent = edited_parent(parent, edit.digest)
             self.hashes.append(next_hash(parent, self.token_ids[start : start + size].tolist()))
         return self.hashes[:num_blocks]
 
@@ -192,7 +227,7 @@ class Sequence:
 
     def num_wanted_blocks(self, num_reserve_blocks: int) -> int:
         """Blocks for the log and a reserve, never more than it can come to need."""
-        return min(self.max_blocks, -(-self.num_tokens // self.block_tokens) + num_reserve_blocks)
+        return min(self.max_blocks, -(-self.horizon // self.block_tokens) + num_reserve_blocks)
 
     @property
     def num_free_slots(self) -> int:
@@ -205,7 +240,7 @@ class Sequence:
         self.add_blocks(blocks)
         self.num_published_blocks = num_cached_blocks
         self.num_computed_tokens = num_cached_blocks * self.block_tokens
-        if not 0 <= self.num_computed_tokens < self.num_tokens or self.num_free_slots < self.num_pending_tokens:
+        if not 0 <= self.num_computed_tokens < self.num_tokens or self.num_free_slots < self.num_computable_tokens:
             raise IntegrityError(
                 f"{self.sequence_id}: an admission of {len(blocks)} blocks, {num_cached_blocks} cached, does not fit "
                 f"{self.num_tokens} tokens"
@@ -218,11 +253,33 @@ class Sequence:
         self.blocks[self.num_blocks : end] = blocks
         self.num_blocks = end
 
+    def take_out(self, removal: Removal, *, kv_kept: bool) -> None:
+        """Tokens leave the log; the hashes of blocks that they touch are no more."""
+        start, end, num_tokens = removal.start, removal.end, self.num_tokens
+        self.window.remove(removal, self.token_ids[: removal.at].tolist(), kv_kept=kv_kept)
+        self.token_ids[start : num_tokens - removal.num_removed] = self.token_ids[end:num_tokens].copy()
+        self.num_tokens -= removal.num_removed
+        self.forget_hashes(start)
+
+    def forget_hashes(self, num_tokens: int) -> None:
+        """Blocks that do not lie wholly within the first tokens have other hashes now."""
+        del self.hashes[num_tokens // self.block_tokens :]
+
+    def take_edit(self, removal: Removal, num_kept_blocks: int, blocks: tuple[int, ...]) -> None:
+        """The pool has taken tokens out, and what is left lies in these blocks."""
+        self.is_edit_pending = False
+        self.table_no += 1
+        self.take_out(removal, kv_kept=True)
+        self.num_computed_tokens -= removal.num_removed
+        self.num_published_blocks = min(self.num_published_blocks, len(self.hashes))
+        self.num_blocks = num_kept_blocks
+        self.add_blocks(blocks)
+
     def end_run(self) -> None:
         """Forgets the blocks; the log stays."""
         self.sequence_id = None
         self.num_blocks = self.num_computed_tokens = self.num_published_blocks = 0
-        self.is_extend_pending = False
+        self.is_extend_pending = self.is_edit_pending = False
         self.extend_after_s = 0.0
 
     def take_seals(self) -> list[Seal]:
@@ -250,7 +307,7 @@ class Sequence:
         """Raises IntegrityError when counts do not agree with each other."""
         holds = self.phase is Phase.RUNNING
         for is_true, sentence in (
-            (self.num_prompt_tokens <= self.num_tokens <= len(self.token_ids), "token log within its bounds"),
+            (self.num_output_tokens >= 0 and self.num_tokens <= len(self.token_ids), "token log within its bounds"),
             (holds or self.num_blocks == 0, "only running sequences hold blocks"),
             (holds == (self.num_blocks > 0), "running sequences hold blocks"),
             (0 <= self.num_computed_tokens <= max(0, self.num_tokens - 1), "the last token is never computed ahead"),

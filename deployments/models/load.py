@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from remora.cache_actors.memory_budget import available_memory_bytes
 from remora.deployments.models.folder_tokenizer import folder_chat_tokenizer
 from remora.deployments.models.gguf_file import GGUFFile
@@ -57,6 +60,8 @@ class LoadedModel:
     vocab_size: int
     #: Memory of the weights.
     weights_bytes: int
+    #: Frequencies of the rotation of K; None where they are not known (transformers).
+    rope_inv_freq: NDArray[np.float32] | None = None
 
 
 def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
@@ -159,6 +164,7 @@ class _Loader:
         # Rope is in the geometry, as text: its frequencies may differ in the last bit between processors.
         maths = json.dumps(dataclasses.asdict(spec.shape), sort_keys=True)
         geometry = spec.geometry(block_tokens=self.block_tokens, kv_precision=self.model.kv_precision)
+        rope_inv_freq = weights["rope_inv_freq"].float().numpy().copy()
         self.say(f"packing {needed_bytes // MiB} MiB of {self.model.weights} weights")
         return self._loaded(
             decoder=self._make_decoder()(spec.shape, weights, geometry, num_threads=self.num_threads),
@@ -169,6 +175,7 @@ class _Loader:
             max_model_len=spec.max_model_len,
             vocab_size=spec.shape.vocab_size,
             weights_bytes=needed_bytes,
+            rope_inv_freq=rope_inv_freq,
         )
 
     def _transformers(self, folder: Path, config: Any, context_len: int, tokenizer: ChatTokenizer) -> LoadedModel:
@@ -237,6 +244,7 @@ class _Loader:
         max_model_len: int,
         vocab_size: int,
         weights_bytes: int,
+        rope_inv_freq: NDArray[np.float32] | None = None,
     ) -> LoadedModel:
         self.say(f"ready: {decoder.name}, context {max_model_len}, {geometry.block_bytes} bytes of KV a block")
         return LoadedModel(
@@ -250,4 +258,5 @@ class _Loader:
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=vocab_size,
             weights_bytes=weights_bytes,
+            rope_inv_freq=rope_inv_freq,
         )

@@ -27,11 +27,12 @@ from remora.deployments.models.token_pieces import byte_alphabet
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.kernels.base import Decoder, KVMemory
 from remora.kernels.batch import StepBatch
+from remora.namespaces.edits import ContextOutcome, ContextPlan
 from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root, sharing_domain
 from remora.platform.base.clock import Clock, ManualClock
 from remora.platform.base.errors import KernelError, NotFound
-from remora.platform.base.ids import ModelId, NamespaceId, RequestId, RouterId
+from remora.platform.base.ids import BlockHash, ModelId, NamespaceId, RequestId, RouterId
 
 EOS = 256
 VOCAB = 258
@@ -78,7 +79,8 @@ class FakeDecoder:
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
         geometry = memory.geometry
         slots = memory.data[: len(memory.data) // geometry.block_bytes * geometry.block_bytes]
-        slots_BT = slots.reshape(-1, geometry.block_bytes)[:, : 4 * geometry.block_tokens].view(np.int32)
+        # The first value of each token's V: what moves with the token and is not rotated.
+        slots_BT = slots.reshape(-1, geometry.block_bytes).view(np.int32)[:, 8 * geometry.block_tokens :: 8]
         self.steps.append(np.diff(batch.query_start_S[: batch.num_sequences + 1]).tolist())
         wanted = set(batch.logit_rows_R[: batch.num_logit_rows].tolist())
         out, written = [], set()
@@ -111,6 +113,7 @@ class FakeModel:
     max_model_len: int = 512
     eos_token_ids: tuple[int, ...] = (EOS,)
     vocab_size: int = VOCAB
+    rope_inv_freq: NDArray[np.float32] | None = field(default_factory=lambda: np.ones(4, np.float32))
 
 
 @dataclass
@@ -126,6 +129,7 @@ class Output:
     error_message: str | None = None
     retry_after_s: float | None = None
     num_cached_tokens: int | None = None
+    context: ContextOutcome | None = None
 
 
 class Harness:
@@ -197,6 +201,7 @@ class Harness:
             output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
             output.error, output.error_message = delta.error, delta.error_message
             output.retry_after_s = delta.retry_after_s
+            output.context = delta.context
             if delta.num_cached_tokens is not None:
                 assert output.num_cached_tokens is None, "cached tokens are reported once"
                 output.num_cached_tokens = delta.num_cached_tokens
@@ -214,6 +219,7 @@ class Harness:
         priority: int = 0,
         timeout_s: float = 60.0,
         given: tuple[tuple[int, ...], ...] = (),
+        context: ContextPlan | None = None,
         **sampling: Any,
     ) -> GenerationRequest:
         token_ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
@@ -223,14 +229,18 @@ class Harness:
             model_id=ModelId("model"),
             namespace_id=NamespaceId(namespace),
             prompt_token_ids=tuple(token_ids),
-            block_hashes=tuple(chain_hashes(self.root(namespace), token_ids, self.geometry.block_tokens)),
+            block_hashes=() if context else self.hashes(namespace, token_ids),
             sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
             num_choices=n,
             grammar=grammar,
             priority=priority,
             queue_timeout_s=timeout_s,
             output_token_ids=given,
+            context=context,
         )
+
+    def hashes(self, namespace: str, token_ids: list[int]) -> tuple[BlockHash, ...]:
+        return tuple(chain_hashes(self.root(namespace), token_ids, self.geometry.block_tokens))
 
     def submit(self, prompt: str | list[int], **options: Any) -> str:
         request = self.request(prompt, **options)
@@ -291,3 +301,16 @@ def expected_greedy(prompt: str | list[int], count: int) -> list[int]:
     for _ in range(count):
         history.append(int(history_logits(np.array(history, np.int32)).argmax()))
     return history[first:]
+
+
+def rolled(prompt: list[int], count: int, *, limit: int, keep: int) -> tuple[list[int], list[int]]:
+    """What the fake model says with a context that rolls, and what is left of the context; without an engine."""
+    context, waiting, said = [], list(prompt), []
+    while len(said) < count:
+        if len(context) == limit:
+            del context[keep : keep + max(1, (limit - keep) // 2)]
+        context.append(waiting.pop(0))
+        if not waiting:
+            waiting.append(int(history_logits(np.array(context, np.int32)).argmax()))
+            said.append(waiting[0])
+    return said, context

@@ -20,6 +20,7 @@ def a_run(number: int, rng: np.random.Generator) -> SimpleNamespace:
     """What the filler reads of a sequence."""
     num_tokens = int(rng.integers(1, 30))
     run = SimpleNamespace(
+        table_no=0,
         sequence_id=f"run-{number}",
         token_ids=rng.integers(0, 99, 48).astype(np.int32),
         num_computed_tokens=int(rng.integers(0, num_tokens)),

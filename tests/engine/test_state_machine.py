@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from engine_support import Harness, expected_greedy
+from engine_support import Harness, expected_greedy, rolled
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from remora.namespaces.edits import ContextPlan
 from remora.platform.base.clock import ManualClock
 from remora.platform.base.ids import ModelId, NamespaceId
 
@@ -29,7 +30,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_step_tokens=budget,
             num_reserve_blocks=1,
         )
-        self.requests: dict[str, tuple[str, int]] = {}
+        self.requests: dict[str, tuple[str, int, int]] = {}
 
     @rule(
         prompt=st.sampled_from(PROMPTS),
@@ -38,12 +39,15 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 2]),
         priority=st.integers(0, 1),
         timeout_s=st.sampled_from([0.5, 1e6]),
+        limit=st.sampled_from([0, 0, 13, 20]),
     )
-    def submit(self, prompt, namespace, max_tokens, n, priority, timeout_s) -> None:
+    def submit(self, prompt, namespace, max_tokens, n, priority, timeout_s, limit) -> None:
+        """With a limit the context rolls."""
         request_id = self.one.submit(
-            prompt, namespace=namespace, max_tokens=max_tokens, n=n, priority=priority, timeout_s=timeout_s
-        )
-        self.requests[request_id] = (prompt, max_tokens)
+            prompt, namespace=namespace, max_tokens=max_tokens, n=1 if limit else n, priority=priority,
+            timeout_s=timeout_s, context=ContextPlan(limit_tokens=limit, keep_tokens=3) if limit else None,
+        )  # fmt: skip
+        self.requests[request_id] = (prompt, max_tokens, limit)
 
     @rule(data=st.data())
     def cancel(self, data) -> None:
@@ -97,8 +101,10 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.one.finish()
         for (request_id, _), output in self.one.outputs.items():
-            prompt, max_tokens = self.requests[request_id]
+            prompt, max_tokens, limit = self.requests[request_id]
             expected = expected_greedy(prompt, max_tokens)
+            if limit:
+                expected, _ = rolled(list(prompt.encode()), max_tokens, limit=limit, keep=3)
             assert output.token_ids == expected[: len(output.token_ids)]
             if output.finish_reason == "length":
                 assert output.token_ids == expected

@@ -58,4 +58,5 @@ def random_weights() -> Weights:
 def tiny_llama(backend: Backend) -> FakeModel:
     num_threads = 2 if backend == "native" else 1
     decoder = make_decoder(SHAPE, dict(random_weights()), LLAMA_GEOMETRY, num_threads=num_threads, backend=backend)
-    return FakeModel(name=f"tiny llama, {backend}", decoder=decoder)
+    inv_freq = random_weights()["rope_inv_freq"].numpy()
+    return FakeModel(name=f"tiny llama, {backend}", decoder=decoder, rope_inv_freq=inv_freq)
