@@ -51,6 +51,17 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
         return self.end - self.start
 
 
+class ContextPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session's owner wants of its context."""
+
+    #: "roll": a full context loses the older half of what is not kept; "error": it is refused or ends.
+    overflow: Literal["error", "roll"] = "error"
+    #: Tokens at the beginning that a rolling context never loses.
+    keep_tokens: int = 0
+    #: Most bytes of KV of one session; None: as much as the model's context takes.
+    cache_limit_bytes: int | None = None
+
+
 class ContextPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a sequence's context differs from its plain tokens, and what happens when it is full."""
 
@@ -62,6 +73,14 @@ class ContextPlan(msgspec.Struct, frozen=True, kw_only=True):
     edits: Edits = ()
     #: Still to be done, in order.
     removals: tuple[Removal, ...] = ()
+
+    def horizon(self, num_tokens: int, max_model_len: int) -> int:
+        """Tokens at the beginning that can be computed before some leave."""
+        if self.removals:
+            return min(num_tokens, self.removals[0].at)
+        if self.keep_tokens is not None:
+            return min(num_tokens, self.limit_tokens or max_model_len, max_model_len)
+        return num_tokens
 
 
 class ContextOutcome(msgspec.Struct, frozen=True, kw_only=True):

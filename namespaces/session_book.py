@@ -22,6 +22,7 @@ from remora.namespaces.session_commands import (
     ListSessions,
     MoveSession,
     PinSession,
+    RemoveTokens,
     RenewTurns,
     SessionAnswer,
     SessionCommand,
@@ -34,12 +35,12 @@ from remora.namespaces.session_commands import (
 )
 from remora.namespaces.session_log import (
     EPOCHS_PER_TURN,
-    TOKEN_BYTES,
     Appended,
     Created,
     Forked,
     OwnerChanged,
     Pinned,
+    RangeRemoved,
     SessionEvent,
     SessionState,
     Truncated,
@@ -47,7 +48,7 @@ from remora.namespaces.session_log import (
     TurnBegun,
     apply,
     check_state,
-    cut_turns,
+    cut_log,
 )
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import Epoch, NamespaceId, SessionId
@@ -142,6 +143,8 @@ class SessionBook:
                 return self._fork(command, now_s)
             case TruncateSession():
                 return self._truncate(command, now_s)
+            case RemoveTokens():
+                return self._remove_tokens(command, now_s)
             case PinSession(session_id=session_id, pinned=pinned):
                 state = self._find(session_id, now_s)
                 if state.pinned != pinned:
@@ -193,6 +196,7 @@ class SessionBook:
             durable=command.durable,
             epoch=self.epoch_floor,
             call_id=command.call_id,
+            context=command.context,
         )
         return _head(self._apply(command.session_id, event))
 
@@ -215,15 +219,10 @@ class SessionBook:
             durable=parent.durable,
             epoch=self.epoch_floor,
             call_id=command.call_id,
+            context=parent.context,
         )
-        event = Forked(
-            at_s=now_s,
-            created=created,
-            parent_id=parent.session_id,
-            token_bytes=parent.token_bytes[: num_tokens * TOKEN_BYTES],
-            turns=cut_turns(parent.turns, num_tokens),
-            edits=parent.edits,
-        )
+        cut = cut_log(parent, num_tokens)
+        event = Forked(at_s=now_s, created=created, parent_id=parent.session_id, **cut)  # type: ignore[arg-type]
         return _head(self._apply(command.new_id, event))
 
     def _truncate(self, command: TruncateSession, now_s: float) -> SessionHead:
@@ -242,6 +241,19 @@ class SessionBook:
         _require_idle(state)
         if num_tokens != state.num_tokens:
             state = self._apply(state.session_id, Truncated(at_s=now_s, num_tokens=num_tokens))
+        return _head(state)
+
+    def _remove_tokens(self, command: RemoveTokens, now_s: float) -> SessionHead:
+        state = self._find(command.session_id, now_s)
+        end = state.num_tokens if command.end is None else command.end
+        if not 0 <= command.start <= end <= state.num_tokens:
+            message = f"start, end: {command.start}, {end} is not a range within 0 to {state.num_tokens}."
+            raise _Refuse("InvalidRequest", message, "start")
+        _require_idle(state)
+        if command.start < end == state.num_tokens:
+            state = self._apply(state.session_id, Truncated(at_s=now_s, num_tokens=command.start))
+        elif command.start < end:
+            state = self._apply(state.session_id, RangeRemoved(at_s=now_s, start=command.start, end=end))
         return _head(state)
 
     def _list(self, command: ListSessions, now_s: float) -> SessionList:
@@ -293,6 +305,7 @@ class SessionBook:
             messages_json=command.messages_json,
             finish_reason=command.finish_reason,
             owner=command.owner,
+            context=command.context,
         )
         del self._deadline_s[state.session_id]
         return _head(self._apply(state.session_id, event))
@@ -365,13 +378,11 @@ class SessionBook:
 
 
 def _require_idle(state: SessionState) -> None:
-    if state.edits:
-        raise _Refuse("Conflict", f"session {state.session_id!r} was edited, which is not served.", "session_id")
     if state.open_turn is not None:
         message = f"another request is writing session {state.session_id!r}; wait for it, or fork the session."
         raise _Refuse("Conflict", message, "session_id", busy=True)
 
 
 def _head(state: SessionState, *, with_tokens: bool = False) -> SessionHead:
-    shown = state if with_tokens else msgspec.structs.replace(state, token_bytes=b"")
+    shown = state if with_tokens else msgspec.structs.replace(state, token_bytes=b"", pending=())
     return SessionHead(state=shown, num_tokens=state.num_tokens)

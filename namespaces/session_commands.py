@@ -1,6 +1,7 @@
 """The protocol between routers and the session registry: commands in, one answer each.
 
-    CreateSession · ForkSession · TruncateSession · PinSession · ShowSession   ─► SessionHead
+    CreateSession · ForkSession · TruncateSession · RemoveTokens ─► SessionHead
+    PinSession · MoveSession · ShowSession ─► SessionHead
     ListSessions ─► SessionList        DeleteSession · RenewTurns · AbortTurn  ─► Done
     BeginTurn ─► TurnStarted           CommitTurn ─► SessionHead               any ─► SessionRefused
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from remora.namespaces.edits import ContextOutcome, ContextPolicy
 from remora.namespaces.session_log import SessionState, TurnKind
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
 
@@ -30,6 +32,7 @@ class CreateSession(_Command, frozen=True, kw_only=True, tag=True):
     durable: bool = True
     #: Of the namespace; the least recently used unpinned one makes room.
     max_sessions: int
+    context: ContextPolicy = ContextPolicy()
 
 
 class ForkSession(_Command, frozen=True, kw_only=True, tag=True):
@@ -48,6 +51,14 @@ class TruncateSession(_Command, frozen=True, kw_only=True, tag=True):
     session_id: SessionId
     num_tokens: int | None = None
     num_turns: int | None = None
+
+
+class RemoveTokens(_Command, frozen=True, kw_only=True, tag=True):
+    """Takes the tokens [start, end) out of the log; end None: to its end."""
+
+    session_id: SessionId
+    start: int
+    end: int | None = None
 
 
 class PinSession(_Command, frozen=True, kw_only=True, tag=True):
@@ -103,6 +114,8 @@ class CommitTurn(_Command, frozen=True, kw_only=True, tag=True):
     messages_json: bytes = b"[]"
     finish_reason: str = ""
     owner: ReplicaId | None = None
+    #: What left the context, if anything did.
+    context: ContextOutcome | None = None
 
 
 class AbortTurn(_Command, frozen=True, kw_only=True, tag=True):
@@ -123,6 +136,7 @@ SessionCommand = (
     CreateSession
     | ForkSession
     | TruncateSession
+    | RemoveTokens
     | PinSession
     | MoveSession
     | DeleteSession

@@ -19,12 +19,20 @@ from typing import Final, Literal
 
 import msgspec
 
+from remora.namespaces.edits import ContextOutcome, ContextPolicy, Edits, truncated
+from remora.namespaces.pending_removals import (
+    TOKEN_BYTES,
+    Pending,
+    PendingRemoval,
+    cut_pending,
+    restored,
+    without,
+)
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
 
 #: More than the attempts a router makes at one request, which count up from the turn's epoch.
 EPOCHS_PER_TURN: Final = 1024
-TOKEN_BYTES: Final = 4
 #: chat: messages under the model's template; text: tokens as they were sent.
 TurnKind = Literal["chat", "text"]
 
@@ -59,13 +67,6 @@ class OpenTurn(msgspec.Struct, frozen=True, kw_only=True):
     begun_s: float
 
 
-class EditRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A removal from the middle: KV behind `position` depends on tokens that are gone (design rule 4)."""
-
-    position: int
-    num_removed: int
-
-
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     """Immutable; a new one for every event."""
 
@@ -88,7 +89,10 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     owner: ReplicaId | None = None
     token_bytes: bytes = b""
     turns: tuple[Turn, ...] = ()
-    edits: tuple[EditRecord, ...] = ()
+    #: Of the log before the pending removals.
+    edits: Edits = ()
+    pending: Pending = ()
+    context: ContextPolicy = ContextPolicy()
     open_turn: OpenTurn | None = None
     #: Of the event that made the session, and of the last commit: a call that is said again is known by it.
     call_id: str
@@ -102,6 +106,11 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     def ends_in_prompt(self) -> bool:
         """Whether a truncation left a prompt without its answer, or a part of a prompt."""
         return bool(self.turns) and self.turns[-1].end <= self.turns[-1].prompt_end
+
+    @property
+    def computed_bytes(self) -> bytes:
+        """The packed log that the last turn was computed on: pending removals have not happened to its KV."""
+        return restored(self.token_bytes, self.pending)
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -119,6 +128,7 @@ class Created(_Event, frozen=True, kw_only=True, tag=True):
     #: Above that of any session of this name before.
     epoch: Epoch
     call_id: str
+    context: ContextPolicy = ContextPolicy()
 
 
 class Forked(_Event, frozen=True, kw_only=True, tag=True):
@@ -128,7 +138,8 @@ class Forked(_Event, frozen=True, kw_only=True, tag=True):
     parent_id: SessionId
     token_bytes: bytes
     turns: tuple[Turn, ...]
-    edits: tuple[EditRecord, ...]
+    edits: Edits
+    pending: Pending = ()
 
 
 class TurnBegun(_Event, frozen=True, kw_only=True, tag=True):
@@ -142,7 +153,7 @@ class TurnAborted(_Event, frozen=True, kw_only=True, tag=True):
 
 
 class Appended(_Event, frozen=True, kw_only=True, tag=True):
-    """The open turn's prompt and answer."""
+    """The open turn's prompt and answer, and what left the context: first the pending removals, then what rolled."""
 
     turn_id: str
     epoch: Epoch
@@ -152,6 +163,7 @@ class Appended(_Event, frozen=True, kw_only=True, tag=True):
     messages_json: bytes
     finish_reason: str
     owner: ReplicaId | None
+    context: ContextOutcome | None = None
 
 
 class Truncated(_Event, frozen=True, kw_only=True, tag=True):
@@ -159,7 +171,7 @@ class Truncated(_Event, frozen=True, kw_only=True, tag=True):
 
 
 class RangeRemoved(_Event, frozen=True, kw_only=True, tag=True):
-    """Tokens [start, end) left the middle. Reserved: no command makes it yet."""
+    """Tokens [start, end) left the middle; the KV of those behind them is kept."""
 
     start: int
     end: int
@@ -193,6 +205,7 @@ def apply(state: SessionState | None, event: SessionEvent) -> SessionState:
             token_bytes=event.token_bytes,
             turns=event.turns,
             edits=event.edits,
+            pending=event.pending,
         )
     if state is None:
         raise IntegrityError(f"{type(event).__name__} comes before the session's creation")
@@ -213,6 +226,7 @@ def _created(event: Created) -> SessionState:
         used_s=event.at_s,
         epoch=event.epoch,
         call_id=event.call_id,
+        context=event.context,
     )
 
 
@@ -234,21 +248,20 @@ def _changes(
             return {"open_turn": None}
         case Appended():
             _require(turn is not None and (turn.turn_id, turn.epoch) == (event.turn_id, event.epoch), event)
-            return _appended(state, event)
+            removed = event.context.removed if event.context is not None else ()
+            _require(removed[: len(state.pending)] == tuple((each.start, each.end) for each in state.pending), event)
+            return _appended(state, event, removed[len(state.pending) :])
         case Truncated(num_tokens=num_tokens):
             _require(turn is None and 0 <= num_tokens <= state.num_tokens, event)
-            _require(not state.edits, event)
-            return {
-                "token_bytes": state.token_bytes[: num_tokens * TOKEN_BYTES],
-                "turns": cut_turns(state.turns, num_tokens),
-                "used_s": max(state.used_s, event.at_s),
-            }
+            return {**cut_log(state, num_tokens), "used_s": max(state.used_s, event.at_s)}
         case RangeRemoved(start=start, end=end):
             _require(turn is None and 0 <= start < end <= state.num_tokens, event)
+            gone = state.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES]
             return {
-                "token_bytes": state.token_bytes[: start * TOKEN_BYTES] + state.token_bytes[end * TOKEN_BYTES :],
+                "token_bytes": without(state.token_bytes, start, end),
                 "turns": tuple(_without(each, start, end) for each in state.turns),
-                "edits": (*state.edits, EditRecord(position=start, num_removed=end - start)),
+                "pending": (*state.pending, PendingRemoval(start=start, token_bytes=gone)),
+                "used_s": max(state.used_s, event.at_s),
             }
         case Pinned(pinned=pinned):
             return {"pinned": pinned}
@@ -261,7 +274,7 @@ def _changes(
             }
 
 
-def _appended(state: SessionState, event: Appended) -> dict[str, object]:
+def _appended(state: SessionState, event: Appended, rolled: tuple[tuple[int, int], ...]) -> dict[str, object]:
     start = state.num_tokens
     prompt_end = start + len(event.prompt_bytes) // TOKEN_BYTES
     turn = Turn(
@@ -272,13 +285,30 @@ def _appended(state: SessionState, event: Appended) -> dict[str, object]:
         messages_json=event.messages_json,
         finish_reason=event.finish_reason,
     )
+    token_bytes, turns = state.token_bytes + event.prompt_bytes + event.output_bytes, (*state.turns, turn)
+    for first, last in rolled:
+        token_bytes = without(token_bytes, first, last)
+        turns = tuple(_without(each, first, last) for each in turns)
     return {
-        "token_bytes": state.token_bytes + event.prompt_bytes + event.output_bytes,
-        "turns": (*state.turns, turn),
+        "token_bytes": token_bytes,
+        "turns": turns,
+        "edits": event.context.edits if event.context is not None else state.edits,
+        "pending": (),
         "open_turn": None,
         "owner": event.owner or state.owner,
         "last_turn_id": event.turn_id,
         "used_s": max(state.used_s, event.at_s),
+    }
+
+
+def cut_log(state: SessionState, num_tokens: int) -> dict[str, object]:
+    """Fields of the first `num_tokens` tokens: the log, its turns, and what its KV depends on."""
+    pending, num_computed = cut_pending(state.pending, num_tokens)
+    return {
+        "token_bytes": state.token_bytes[: num_tokens * TOKEN_BYTES],
+        "turns": cut_turns(state.turns, num_tokens),
+        "edits": truncated(state.edits, num_computed),
+        "pending": pending,
     }
 
 

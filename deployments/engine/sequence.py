@@ -93,7 +93,8 @@ class Sequence:
         # ---- this run
         self.sequence_id: SequenceId | None = None
         #: Most blocks it can come to need.
-        self.max_blocks = -(-min(num_prompt + max_tokens, window.limit_tokens) // block_tokens)
+        # One more than the limit: the last token of a turn is not computed in it, and a removal may wait behind it.
+        self.max_blocks = -(-min(num_prompt + max_tokens, window.limit_tokens + 1) // block_tokens)
         self.blocks: Int32 = np.zeros(self.max_blocks, np.int32)
         self.num_blocks = 0
         #: Tokens whose KV lies in the blocks.

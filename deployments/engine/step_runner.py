@@ -54,7 +54,7 @@ class StepRunner:
         self._filler = BatchFiller(
             max_tokens=config.max_step_tokens,
             max_sequences=config.max_num_seqs,
-            max_blocks=-(-model.max_model_len // block_tokens),
+            max_blocks=-(-(model.max_model_len + 1) // block_tokens),
         )
         self._sampler = Sampler(model.vocab_size, _native_log_sum_exp())
         self._vocab_size = model.vocab_size

@@ -84,6 +84,7 @@ class BenchModel:
     tokenizer: LettersTokenizer
     name: str = "bench"
     max_model_len: int = 4096
+    rope_inv_freq: None = None
     eos_token_ids: tuple[int, ...] = (0,)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from remora.namespaces.edits import ContextOutcome, EditRecord, Removal, truncated
+from remora.namespaces.pending_removals import removals_of
 from remora.namespaces.session_book import LEASE_S, SessionBook, Stored
 from remora.namespaces.session_commands import (
     AbortTurn,
@@ -17,6 +19,7 @@ from remora.namespaces.session_commands import (
     ForkSession,
     ListSessions,
     PinSession,
+    RemoveTokens,
     RenewTurns,
     SessionHead,
     SessionList,
@@ -28,7 +31,6 @@ from remora.namespaces.session_commands import (
 from remora.namespaces.session_log import (
     EPOCHS_PER_TURN,
     OwnerChanged,
-    RangeRemoved,
     SessionState,
     apply,
     check_state,
@@ -301,13 +303,66 @@ def test_an_owner_changes_only_from_the_expected_epoch(book: Book) -> None:
         apply(moved, change)
 
 
-def test_a_removed_range_is_recorded_and_the_session_is_not_served(book: Book) -> None:
+def log_of(book: Book) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the session shows, and what its next turn is computed on."""
+    state = book.state()
+    check_state(state)
+    return unpack_tokens(state.token_bytes), unpack_tokens(state.computed_bytes)
+
+
+def remove(book: Book, start: int, end: int | None = None) -> Any:
+    return book.do(RemoveTokens(session_id=SessionId("s"), start=start, end=end))
+
+
+def test_a_removed_range_waits_for_the_next_turn_with_its_tokens(book: Book) -> None:
     book.say("s", "t1", [1, 2, 3], [4, 5])
-    edited = apply(book.state(), RangeRemoved(at_s=0, start=1, end=4))
-    check_state(edited)
-    assert unpack_tokens(edited.token_bytes) == (1, 5)
-    assert [(each.position, each.num_removed) for each in edited.edits] == [(1, 3)]
-    events = [(each.session_id, each.event) for each in book.stored if each.event is not None]
-    book.book = SessionBook()
-    book.book.restore([*events, (SessionId("s"), RangeRemoved(at_s=0, start=1, end=4))], Epoch(0), 0.0)
-    assert refused(book.begin(turn="t2")) == "Conflict"
+    assert remove(book, 1, 3).num_tokens == 3
+    assert remove(book, 1, 2).num_tokens == 2
+    book.restart()
+    assert log_of(book) == ((1, 5), (1, 2, 3, 4, 5))
+    assert removals_of(book.state().pending, 5) == (Removal(at=5, start=1, end=3), Removal(at=3, start=1, end=2))
+    started = book.begin(turn="t2")
+    edits = (EditRecord(position=1, end=2, digest=b"d", kind="removed"),)
+    context = ContextOutcome(edits=edits, removed=((1, 3), (1, 2), (0, 1)))
+    book.do(
+        CommitTurn(
+            session_id=SessionId("s"), turn_id="t2", epoch=started.epoch, kind="text", prompt_bytes=pack_tokens([6]),
+            output_bytes=pack_tokens([7]), context=context,
+        )
+    )  # fmt: skip
+    book.restart()
+    assert log_of(book) == ((5, 6, 7), (5, 6, 7))
+    assert (book.state().edits, book.state().pending) == (edits, ())
+
+
+def test_removing_to_the_end_is_a_truncation(book: Book) -> None:
+    book.say("s", "t1", [1, 2, 3], [4, 5])
+    remove(book, 2)
+    assert log_of(book) == ((1, 2), (1, 2))
+    assert remove(book, 1, 1).num_tokens == 2
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 2), (2, 1), (0, 6), (6, None)])
+def test_only_what_is_in_the_log_can_be_removed(book: Book, start: int, end: int | None) -> None:
+    book.say("s", "t1", [1, 2, 3], [4, 5])
+    assert refused(remove(book, start, end)) == "InvalidRequest"
+    book.begin(turn="t2")
+    assert refused(remove(book, 0, 1)) == "Conflict"
+    assert log_of(book)[0] == (1, 2, 3, 4, 5)
+
+
+def test_a_cut_behind_a_removal_keeps_it_and_one_before_it_forgets_it(book: Book) -> None:
+    book.say("s", "t1", [1, 2, 3, 4], [5, 6])
+    remove(book, 2, 4)
+    book.do(ForkSession(session_id=SessionId("s"), new_id=SessionId("f"), call_id="f", num_tokens=2, max_sessions=9))
+    fork = book.book._sessions[SessionId("f")]
+    assert (unpack_tokens(fork.computed_bytes), fork.pending) == ((1, 2), ())
+    book.do(TruncateSession(session_id=SessionId("s"), num_tokens=3))
+    assert log_of(book) == ((1, 2, 5), (1, 2, 3, 4, 5))
+
+
+def test_a_cut_through_kept_kv_says_that_what_follows_is_new() -> None:
+    edits = (EditRecord(position=4, end=20, digest=b"d", kind="removed"),)
+    assert [(e.position, e.end, e.kind) for e in truncated(edits, 30)] == [(4, 20, "removed")]
+    assert [(e.position, e.end, e.kind) for e in truncated(edits, 10)] == [(4, 10, "removed"), (10, 10, "recomputed")]
+    assert truncated(edits, 4) == ()

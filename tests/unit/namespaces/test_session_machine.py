@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from remora.namespaces.edits import ContextOutcome
+from remora.namespaces.pending_removals import removals_of
 from remora.namespaces.session_book import LEASE_S, SessionBook, Stored
 from remora.namespaces.session_commands import (
     AbortTurn,
@@ -18,6 +20,7 @@ from remora.namespaces.session_commands import (
     DeleteSession,
     ForkSession,
     PinSession,
+    RemoveTokens,
     RenewTurns,
     SessionHead,
     SessionRefused,
@@ -110,21 +113,37 @@ class SessionMachine(RuleBasedStateMachine):
         else:
             assert name not in self.model or answer.busy
 
-    @rule(index=st.integers(0, 1000), tokens=st.lists(st.integers(0, 2**32 - 1), max_size=5))
-    def commit(self, index: int, tokens: list[int]) -> None:
+    @rule(name=NAMES, start=st.integers(0, 8), length=st.integers(0, 4))
+    def remove_tokens(self, name: str, start: int, length: int) -> None:
+        tokens = self.model[name].tokens if name in self.model else []
+        answer = self.do(RemoveTokens(session_id=SessionId(name), start=start, end=start + length))
+        assert isinstance(answer, SessionRefused) or start + length <= len(tokens)
+        if isinstance(answer, SessionHead):
+            del tokens[start : start + length]
+
+    @rule(index=st.integers(0, 1000), tokens=st.lists(st.integers(0, 2**32 - 1), max_size=5), rolls=st.booleans())
+    def commit(self, index: int, tokens: list[int], rolls: bool) -> None:
+        """When the context rolls, its second and third token leave."""
         if not self.turns:
             return
         name, turn, epoch = self.turns[-1 - index % min(len(self.turns), 6)]
+        mine = name in self.model and self.model[name].writer == turn
+        before = list(self.model[name].tokens) if name in self.model else []
+        after = [*before, *tokens, 7]
+        pending = tuple((each.start, each.end) for each in self.book._sessions[SessionId(name)].pending) if mine else ()
+        rolls = rolls and len(after) > 3
+        removed = (*pending, (1, 3)) if rolls else pending
+        if rolls:
+            del after[1:3]
         command = CommitTurn(
             session_id=SessionId(name), turn_id=turn, epoch=Epoch(epoch), kind="text",
             prompt_bytes=pack_tokens(tokens), output_bytes=pack_tokens([7]),
+            context=ContextOutcome(edits=(), removed=removed) if removed else None,
         )  # fmt: skip
-        mine = name in self.model and self.model[name].writer == turn
-        before = list(self.model[name].tokens) if name in self.model else []
         answer = self.do(command)
         if mine and name in self.model:
             assert isinstance(answer, SessionHead)
-            self.model[name] = Known([*before, *tokens, 7])
+            self.model[name] = Known(after)
             self.committed.append(command)
 
     @rule(index=st.integers(0, 1000))
@@ -177,6 +196,11 @@ class SessionMachine(RuleBasedStateMachine):
             head = self.do(ShowSession(session_id=SessionId(name), with_tokens=True))
             if name in self.model:
                 assert list(unpack_tokens(head.state.token_bytes)) == known.tokens
+                computed = list(unpack_tokens(head.state.computed_bytes))
+                for removal in removals_of(head.state.pending, len(computed)):
+                    assert removal.at == len(computed)
+                    del computed[removal.start : removal.end]
+                assert computed == known.tokens
                 assert (head.state.open_turn and head.state.open_turn.turn_id) == known.writer
 
 
