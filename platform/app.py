@@ -30,7 +30,7 @@ def start_serve(config: RemoraConfig) -> None:
     Raises ConfigError for an address that others can reach. The environment must have been set before
     (platform/base/serve_environment.py).
     """
-    if not config.http.trusted_network:
+    if not config.http.trusted_network and not config.tenants:
         require_loopback(config.http.host)
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,

@@ -68,10 +68,10 @@ def read_cluster_config(args: ClusterAppArgs, *, timeout_s: float = MOUNT_TIMEOU
         _await_digest(args.config, args.sha256, time.monotonic() + timeout_s)
     config = load_config(args.config)
     # Where Serve listens is up to the Serve configuration of the cluster: it cannot be told from here.
-    if not config.http.trusted_network:
+    if not config.http.trusted_network and not config.tenants:
         raise ConfigError(
-            f"{args.config}: http.trusted_network: must be true on a cluster, because its HTTP port can be reached by "
-            "others and there are no API keys; set it when a network policy or an authenticating proxy controls access."
+            f"{args.config}: http.trusted_network: must be true on a cluster without tenants, because its HTTP port "
+            "can be reached by others; set it when a network policy or an authenticating proxy controls access."
         )
     return config
 

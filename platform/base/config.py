@@ -11,37 +11,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
 
+from remora.platform.base.config_types import Name, NamespaceName
+from remora.platform.base.config_types import Section as _Section
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.serve_environment import is_loopback
+from remora.platform.base.tenants import TenantConfig, check_tenants
 
 MiB = 1024 * 1024
-#: Part of file names, actor names and metric labels.
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
-#: A namespace may be one tenant of a parent: "codegen/team-a".
-NamespaceName = Annotated[
-    str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?(/[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?)?$")
-]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class HttpConfig(_Section):
     """Where clients connect. Without API keys only loopback is allowed, or a network that is declared as trusted."""
 
     #: Whoever reaches the port may do everything: access is controlled outside (network policy, ingress with login).
+    #: Not needed with API keys.
     trusted_network: bool = False
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
@@ -49,17 +34,6 @@ class HttpConfig(_Section):
     #: Seconds a request may wait for its first token before it is answered 429.
     queue_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     num_routers: Annotated[int, Field(ge=1, le=64)] = 1
-
-    @field_validator("host")
-    @classmethod
-    def _is_loopback(cls, host: str, info: ValidationInfo) -> str:
-        # A wrong value of trusted_network is left out of the data, and reported by itself.
-        if not is_loopback(host) and not info.data.get("trusted_network", True):
-            raise ValueError(
-                f"{host!r} is not allowed: without API keys only loopback is (127.0.0.1, ::1 or localhost), unless "
-                "http.trusted_network: true says that access is controlled outside"
-            )
-        return host
 
 
 class DeviceConfig(_Section):
@@ -171,6 +145,20 @@ class RemoraConfig(_Section):
         for what, names in (
             ("devices", [device.name for device in self.devices]),
             ("models", [model.name for model in self.models]),
+    #: Who may use the platform; empty: there are no API keys, and whoever reaches the port may do everything.
+    tenants: tuple[TenantConfig, ...] = ()
+    #: A YAML file with the list of tenants, in place of it here; relative to this file.
+    tenants_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _access_is_controlled(self) -> RemoraConfig:
+        if not (is_loopback(self.http.host) or self.tenants or self.http.trusted_network):
+            raise ValueError(
+                f"http.host: {self.http.host!r} is not allowed: without API keys only loopback is (127.0.0.1, ::1 or "
+                "localhost); configure tenants, or say http.trusted_network: true if access is controlled outside"
+            )
+        check_tenants(self.tenants, ((namespace.name, namespace.tenant) for namespace in self.namespaces))
+        return self
             ("namespaces", [namespace.name for namespace in self.namespaces]),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -262,8 +250,13 @@ def _keys_at(location: tuple[int | str, ...]) -> str:
 
 
 def _shorten(value: Any) -> str:
+        "tenants": TenantConfig,
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+    for part in location[1:]:
+        inner = section.model_fields[part].annotation if part in section.model_fields else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            section = inner
 
 
 def parse_config(data: Any) -> RemoraConfig:
@@ -277,12 +270,20 @@ def parse_config(data: Any) -> RemoraConfig:
 def load_config(path: Path) -> RemoraConfig:
     """Reads and validates a YAML file. Raises ConfigError; the message starts with the file's name."""
     try:
-        data = yaml.safe_load(path.read_text())
+        return parse_config(data if data is not None else {})
+    except ConfigError as error:
+        raise ConfigError(f"{path}:\n{error}") from None
+
+
+def _load_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
-    try:
-        return parse_config(data if data is not None else {})
-    except ConfigError as error:
-        raise ConfigError(f"{path}:\n{error}") from None
+    data = _load_yaml(path)
+    if isinstance(data, dict) and isinstance(data.get("tenants_file"), str):
+        if data.get("tenants"):
+            raise ConfigError(f"{path}:\ntenants_file: not allowed beside tenants; give one of them")
+        data["tenants"] = _load_yaml(path.parent / data["tenants_file"])

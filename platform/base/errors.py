@@ -6,9 +6,11 @@ RemoraError
 │   ├── InvalidRequest           400, names the field
 │   ├── ContextLengthExceeded    400, both numbers
 │   ├── Unauthorized             401
+│   ├── Forbidden                403
 │   ├── NotFound                 404 (model, namespace, session)
 │   ├── Conflict                 409 (stale epoch, concurrent writers)
 │   ├── TooLarge                 413
+│   ├── RateLimited              429 with Retry-After, names the limit of the tenant
 │   └── OverQuota                429 with Retry-After
 ├── Unavailable                  503 with Retry-After: starting, restarting, draining
 ├── PoolError                    a call to a pool that breaks its protocol
@@ -82,6 +84,13 @@ class Unauthorized(RequestError):
     status = 401
 
 
+class Forbidden(RequestError):
+    """The key is good, but not for this."""
+
+    code = "insufficient_permissions"
+    status = 403
+
+
 class NotFound(RequestError):
     """The named model, namespace or session does not exist."""
 
@@ -101,6 +110,17 @@ class TooLarge(RequestError):
 
     code = "request_too_large"
     status = 413
+
+
+class RateLimited(RequestError):
+    """The tenant has reached one of its limits, which `field` names; try again after `retry_after_s`."""
+
+    code = "rate_limit_exceeded"
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float, field: str) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_s = retry_after_s
 
 
 class OverQuota(RequestError):

@@ -135,8 +135,8 @@ def require_loopback(host: str) -> None:
     """Raises ConfigError for an address that others can reach: there are no API keys to protect it."""
     if not is_loopback(host):
         raise ConfigError(
-            f"http.host: {host!r} can be reached from other machines, and no API keys are configured; use 127.0.0.1 "
-            "and a reverse proxy that authenticates, or say http.trusted_network: true if access is controlled outside."
+            f"http.host: {host!r} can be reached from other machines, and no API keys are configured; use 127.0.0.1, "
+            "configure tenants, or say http.trusted_network: true if access is controlled outside."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -41,9 +42,15 @@ def base_url(url: str | None) -> str:
     return running[0].url if running else DEFAULT_URL
 
 
+def key_headers() -> dict[str, str]:
+    """The header with the API key of the environment variable REMORA_API_KEY, if it is set."""
+    key = os.environ.get("REMORA_API_KEY")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def make_client(url: str | None) -> httpx.Client:
-    """A client for one server, without the environment's proxies."""
-    return httpx.Client(base_url=base_url(url), timeout=_TIMEOUT, trust_env=False)
+    """A client for one server, with the environment's API key but without its proxies."""
+    return httpx.Client(base_url=base_url(url), timeout=_TIMEOUT, trust_env=False, headers=key_headers())
 
 
 def get_json(client: httpx.Client, path: str) -> Any:

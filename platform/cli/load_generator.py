@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from remora.platform.base.errors import RemoraError
+from remora.platform.cli.client import key_headers
 
 
 class LoadFailed(RemoraError):
@@ -72,7 +73,7 @@ async def run_load(plan: LoadPlan) -> LoadResult:
     prompts = _prompts(plan)
     connector = aiohttp.TCPConnector(limit=plan.num_clients)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=key_headers()) as session:
         started_s = time.perf_counter()
 
         async def client() -> None:

@@ -25,6 +25,7 @@ _COMMANDS = {
     "sessions": "sessions",
     "drain": "drain",
     "trace": "trace",
+    "keys": "keys",
     "bench": "bench",
     "replay": "replay",
     "validate": "models",

@@ -14,6 +14,7 @@ import click
 
 from remora.cache_actors.process_watch import process_identity
 from remora.platform.base.config import RemoraConfig, load_config, parse_config
+from remora.platform.base.serve_environment import is_loopback
 from remora.platform.base.span_file import prune_span_files, traces_dir
 from remora.platform.cli.instance import InstanceStore, clear_all, clear_remains, state_dir_of
 from remora.platform.cli.local_platform import LocalPlatform
@@ -97,6 +98,7 @@ def _run(platform: LocalPlatform, config: RemoraConfig, progress: Progress) -> i
             platform.start()
         signals.install()
         progress.say(f"ready: {platform.url}")
+        progress.say(access_text(config))
         click.echo(_invitation(config, platform.url))
         if not platform.watch(signals.requested):
             # Nobody would answer an orderly end: the supervisor ends what is left.
@@ -124,12 +126,24 @@ def _with(config: RemoraConfig, section: str, **values: str | int | None) -> Rem
     return parse_config(data)
 
 
+def access_text(config: RemoraConfig) -> str:
+    """Who can reach the platform, and with what."""
+    if config.tenants:
+        names = ", ".join(tenant.name for tenant in config.tenants)
+        where = "from this machine" if is_loopback(config.http.host) else f"on {config.http.host}"
+        return f"access: with an API key, {where}; tenants: {names}"
+    if is_loopback(config.http.host):
+        return "access: no API keys, so every socket is on loopback: only this machine can connect (docs/tenants.md)"
+    return f"access: NO API KEYS on {config.http.host}: whoever reaches it may do everything (http.trusted_network)"
+
+
 def _invitation(config: RemoraConfig, url: str) -> str:
     model = config.models[0].name
+    key = " -H 'Authorization: Bearer KEY'" if config.tenants else ""
     return f"""
 Remora serves {", ".join(model.name for model in config.models)} at {url}
 
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a remora?"}}], "max_tokens": 48}}'
 
   remora chat -m {model}      Ctrl-C stops everything

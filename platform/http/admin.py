@@ -6,12 +6,13 @@ import asyncio
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from msgspec.json import encode as to_json
 
 from remora.deployments.replica_connection import ReplicaConnection
 from remora.platform.base.errors import NotFound, RemoraError
 from remora.platform.base.ids import NamespaceId
+from remora.platform.http.caller import caller_of
 from remora.platform.http.metrics import CONTENT_TYPE, render_metrics
 from remora.platform.http.pool_documents import namespace_document, pool_document
 from remora.platform.http.services import Services
@@ -28,10 +29,11 @@ def admin_routes(services: Services) -> APIRouter:
         return Response(to_json({"object": "list", "data": data}), media_type="application/json")
 
     @router.get("/v1/namespaces")
-    async def list_namespaces() -> Response:
-        """Every namespace with its quota, and what it holds in each pool."""
-        pools = await services.pools.reports()
-        return answer([namespace_document(core.catalog, pools, name) for name in core.catalog.namespaces])
+    async def list_namespaces(request: Request) -> Response:
+        """The caller's namespaces with their quotas, and what they hold in each pool."""
+        pools, caller = await services.pools.reports(), caller_of(request)
+        own = [name for name in core.catalog.namespaces if caller.sees(name)]
+        return answer([namespace_document(core.catalog, pools, name) for name in own])
 
     @router.get("/v1/namespaces/{name:path}")
     async def show_namespace(name: str) -> Response:

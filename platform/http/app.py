@@ -8,6 +8,8 @@ from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI, Request, Response
 
+from remora.platform.base.clock import SystemClock
+from remora.platform.http.access import Access, Authenticate
 from remora.platform.http.admin import admin_routes
 from remora.platform.http.chat import chat_routes
 from remora.platform.http.completions import completion_routes
@@ -52,5 +54,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> FastAPI:
     app.include_router(trace_routes(services))
     app.include_router(admin_routes(services))
     app.include_router(page_routes())
+    access = Access(services.config, services.core.catalog, SystemClock(), services.stats)
+    app.add_middleware(Authenticate, access=access, sessions=services.turns.port)
     app.add_middleware(CountAnswers, stats=services.stats)
     return app

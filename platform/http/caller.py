@@ -11,6 +11,7 @@ from starlette.types import Scope
 from remora.deployments.catalog import Catalog
 from remora.platform.base.errors import NotFound
 from remora.platform.base.ids import ModelId, NamespaceId
+from remora.platform.http.limits import TenantLimits
 
 _SCOPE_KEY: Final = "remora.caller"
 
@@ -22,6 +23,8 @@ class Caller:
     tenant: str = ""
     #: None: all.
     namespaces: frozenset[NamespaceId] | None = None
+    #: Its account; None: without limits.
+    limits: TenantLimits | None = None
 
     @property
     def is_operator(self) -> bool:

@@ -15,7 +15,8 @@ from remora.platform.base.errors import InvalidRequest, NotFound, RemoraError, R
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+#: As OpenAI answers; a wrong key is an invalid request there.
+_TYPES = {401: "invalid_request_error", 403: "permission_error", 429: "rate_limit_error"}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -42,6 +43,8 @@ def error_response(error: RemoraError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(error_document(error))
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 

@@ -20,7 +20,9 @@ from remora.platform.base.errors import ContextLengthExceeded, InvalidRequest, R
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, SessionId
 from remora.platform.base.telemetry import fail, inject, start_span
 from remora.platform.http.api_types import PromptTokensDetails, Usage
+from remora.platform.http.access import require_session
 from remora.platform.http.disconnect import ClientGone
+from remora.platform.http.caller import caller_of
 from remora.platform.http.generation_fields import GenerationFields
 from remora.platform.http.services import Services
 from remora.platform.http.session_prompt import TurnPrompt
@@ -37,13 +39,19 @@ class Generation:
     """Started by `start`, read by `next_deltas`, and always ended by `finish`."""
 
     def __init__(self, services: Services, request: Request, fields: GenerationFields, operation: str) -> None:
-        """Finds model and namespace; raises NotFound. Begins the request's span, whose parent the client may name."""
+        """Finds model and namespace; raises NotFound, or RateLimited for a tenant with too many at once.
+
+        Begins the request's span, whose parent the client may name.
+        """
         self._services = services
         self._fields = fields
         catalog = services.core.catalog
-        self.model_id: ModelId = catalog.find_model(fields.model)
+        self._caller = caller_of(request)
+        self.model_id: ModelId = self._caller.find_model(catalog, fields.model)
         self._named_namespace = request.headers.get(NAMESPACE_HEADER) or fields.namespace
-        self.namespace_id: NamespaceId = catalog.find_namespace(self.model_id, self._named_namespace)
+        self.namespace_id: NamespaceId = self._caller.find_namespace(catalog, self.model_id, self._named_namespace)
+        if self._caller.limits is not None:
+            self._caller.limits.begin()
         self.id = f"{'chatcmpl' if operation == names.OPERATION_CHAT else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.system_fingerprint = ""
@@ -88,6 +96,7 @@ class Generation:
         if session_id is None:
             return None
         self._turn = await self._services.turns.begin(
+        await require_session(self._services.turns.port, self._caller, SessionId(session_id))
             SessionId(session_id),
             self.model_id,
             self.namespace_id if self._named_namespace else None,
@@ -249,6 +258,9 @@ class Generation:
         stats.in_flight.labels(*self._labels).dec()
         stats.finished.labels(*self._labels, _outcome(error)).inc()
         stats.duration_s.labels(*self._labels).observe(time.monotonic() - self._started_s)
+        if self._caller.limits is not None:
+            self._caller.limits.used_output(usage.completion_tokens)
+            self._caller.limits.end()
         stats.prompt_tokens.labels(*self._labels).inc(usage.prompt_tokens)
         stats.cached_tokens.labels(*self._labels).inc(usage.prompt_tokens_details.cached_tokens)
         stats.output_tokens.labels(*self._labels).inc(usage.completion_tokens)

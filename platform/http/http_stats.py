@@ -53,9 +53,18 @@ class HttpStats:
         self.cached_tokens = Counter(
             "remora_cached_prompt_tokens_total", "Of those, found in the cache.", _BY_NAMESPACE, registry=registry
         )
+        self._limited = Counter(
+            "remora_tenant_limited_requests_total",
+            "Requests refused because their tenant had reached a limit.",
+            ("tenant", "limit"),
+            registry=registry,
+        )
         self.output_tokens = Counter(
             "remora_output_tokens_total", "Tokens generated and sent.", _BY_NAMESPACE, registry=registry
         )
+
+    def refused(self, tenant: str, limit: str) -> None:
+        self._limited.labels(tenant, limit).inc()
 
 
 class CountAnswers:

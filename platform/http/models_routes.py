@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from msgspec.json import encode as to_json
 
 from remora.platform.base.ids import ModelId
+from remora.platform.http.caller import Caller, caller_of
 from remora.platform.http.services import Services
 
 
@@ -16,7 +17,7 @@ def model_routes(services: Services, *, created: int) -> APIRouter:
     router = APIRouter()
     core = services.core
 
-    def shown(model_id: ModelId) -> dict[str, Any]:
+    def shown(caller: Caller, model_id: ModelId) -> dict[str, Any]:
         card = core.known_card(model_id)
         model = core.catalog.models[model_id]
         return {
@@ -27,19 +28,22 @@ def model_routes(services: Services, *, created: int) -> APIRouter:
             "root": model.source,
             "max_model_len": None if card is None else card.max_model_len,
             "ready": core.is_ready(model_id),
-            "namespaces": list(core.catalog.namespaces_of[model_id]),
+            "namespaces": list(caller.namespaces_of(core.catalog, model_id)),
         }
 
     @router.get("/v1/models")
-    async def list_models() -> Response:
-        """The configured models; `ready` says whether a replica serves it now."""
-        data = [shown(model_id) for model_id in core.catalog.models]
+    async def list_models(request: Request) -> Response:
+        """The caller's models; `ready` says whether a replica serves it now."""
+        caller = caller_of(request)
+        own = [model_id for model_id in core.catalog.models if caller.namespaces_of(core.catalog, model_id)]
+        data = [shown(caller, model_id) for model_id in own]
         return Response(to_json({"object": "list", "data": data}), media_type="application/json")
 
     @router.get("/v1/models/{model:path}")
-    async def retrieve_model(model: str) -> Response:
+    async def retrieve_model(request: Request, model: str) -> Response:
         """One model."""
-        return Response(to_json(shown(core.catalog.find_model(model))), media_type="application/json")
+        caller = caller_of(request)
+        return Response(to_json(shown(caller, caller.find_model(core.catalog, model))), media_type="application/json")
 
     @router.get("/health")
     async def health() -> dict[str, str]:

@@ -16,6 +16,7 @@ from remora.namespaces.session_commands import (
     ForkSession,
     ListSessions,
     PinSession,
+    RemoveTokens,
     SessionHead,
     SessionList,
     ShowSession,
@@ -24,6 +25,7 @@ from remora.namespaces.session_commands import (
 from remora.namespaces.session_log import Turn, unpack_tokens
 from remora.platform.base.ids import ModelId, NamespaceId, SessionId
 from remora.platform.http.body import read_model
+from remora.platform.http.caller import Caller, caller_of
 from remora.platform.http.generation import NAMESPACE_HEADER
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services
@@ -32,6 +34,7 @@ from remora.platform.http.session_requests import (
     EmptyBody,
     ForkBody,
     TruncateBody,
+    context_policy,
     read_list_query,
     read_show_query,
 )
@@ -53,9 +56,10 @@ def session_routes(services: Services) -> APIRouter:
     async def create_session(request: Request) -> Response:
         """A new, empty session."""
         body = await read_model(request, CreateBody, max_bytes)
-        model_id = catalog.find_model(body.model)
+        caller = caller_of(request)
+        model_id = caller.find_model(catalog, body.model)
         name = request.headers.get(NAMESPACE_HEADER) or body.namespace
-        namespace = catalog.namespaces[catalog.find_namespace(model_id, name)]
+        namespace = catalog.namespaces[caller.find_namespace(catalog, model_id, name)]
         return await head(
             CreateSession(
                 session_id=SessionId(body.id or _new_id()),
@@ -67,6 +71,7 @@ def session_routes(services: Services) -> APIRouter:
                 priority=body.priority,
                 durable=body.durable,
                 max_sessions=namespace.max_sessions,
+                context=context_policy(body, namespace),
             )
         )
 
@@ -74,15 +79,24 @@ def session_routes(services: Services) -> APIRouter:
     async def list_sessions(request: Request) -> Response:
         """A page of the sessions, by id."""
         query = read_list_query(request)
-        command = ListSessions(
-            namespace_id=NamespaceId(query.namespace) if query.namespace else None,
-            model_id=ModelId(query.model) if query.model else None,
-            after=query.after,
-            limit=query.limit,
+        pages = [
+            await ask(
+                port,
+                ListSessions(
+                    namespace_id=namespace_id,
+                    model_id=ModelId(query.model) if query.model else None,
+                    after=query.after,
+                    limit=query.limit,
+                ),
+                SessionList,
+            )
+            for namespace_id in _listed_namespaces(caller_of(request), query.namespace)
+        ]
+        found = sorted((each for page in pages for each in page.sessions), key=lambda each: each.state.session_id)
+        has_more = len(found) > query.limit or any(page.has_more for page in pages)
+        return _json(
+            {"object": "list", "data": [_document(each) for each in found[: query.limit]], "has_more": has_more}
         )
-        found = await ask(port, command, SessionList)
-        data = [_document(each) for each in found.sessions]
-        return _json({"object": "list", "data": data, "has_more": found.has_more})
 
     @router.get("/v1/sessions/{session_id}")
     async def show_session(request: Request, session_id: str) -> Response:
@@ -121,8 +135,12 @@ def session_routes(services: Services) -> APIRouter:
 
     @router.post("/v1/sessions/{session_id}/truncate", openapi_extra=json_body(TruncateBody))
     async def truncate_session(request: Request, session_id: str) -> Response:
-        """Keeps the first tokens or turns of the log."""
+        """Keeps the first tokens or turns of the log, or takes a range of tokens out of its middle."""
         body = await read_model(request, TruncateBody, max_bytes)
+        if body.remove is not None:
+            return await head(
+                RemoveTokens(session_id=SessionId(session_id), start=body.remove.start, end=body.remove.end)
+            )
         return await head(
             TruncateSession(session_id=SessionId(session_id), num_tokens=body.num_tokens, num_turns=body.num_turns)
         )
@@ -140,6 +158,13 @@ def session_routes(services: Services) -> APIRouter:
         return await head(PinSession(session_id=SessionId(session_id), pinned=False))
 
     return router
+
+
+def _listed_namespaces(caller: Caller, wanted: str | None) -> list[NamespaceId | None]:
+    """What to ask the registry for, one call each; None: all at once."""
+    if wanted is not None:
+        return [NamespaceId(wanted)] if caller.sees(wanted) else []
+    return [None] if caller.namespaces is None else [*sorted(caller.namespaces)]
 
 
 def _new_id() -> str:
@@ -164,6 +189,10 @@ def _document(head: SessionHead) -> dict[str, Any]:
         "priority": state.priority,
         "durable": state.durable,
         "pinned": state.pinned,
+        "context_overflow": state.context.overflow,
+        "keep_tokens": state.context.keep_tokens,
+        "cache_limit": state.context.cache_limit_bytes,
+        "edits": [{"position": edit.position, "kind": edit.kind} for edit in state.edits],
         "num_tokens": head.num_tokens,
         "num_turns": len(state.turns),
         "version": state.version,

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.http.body import read_model
+from remora.platform.http.caller import caller_of
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
 
@@ -49,7 +50,7 @@ def tokenize_routes(services: Services) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of a conversation under the model's template."""
         body = await read_model(request, TokenizeRequest, limit)
-        model_id = services.core.catalog.find_model(body.model)
+        model_id = caller_of(request).find_model(services.core.catalog, body.model)
         tokenizer = await services.tokenizers.get(model_id)
         if body.messages is not None:
             text = tokenizer.render(
@@ -73,7 +74,7 @@ def tokenize_routes(services: Services) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
         body = await read_model(request, DetokenizeRequest, limit)
-        tokenizer = await services.tokenizers.get(services.core.catalog.find_model(body.model))
+        tokenizer = await services.tokenizers.get(caller_of(request).find_model(services.core.catalog, body.model))
         text = tokenizer.decode(body.tokens, skip_special_tokens=False, field="tokens")
         return Response(to_json({"prompt": text}), media_type="application/json")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from remora.platform.base.config import load_config, parse_config
 from remora.platform.base.errors import ConfigError
@@ -126,6 +127,54 @@ def test_every_example_is_valid(path: Path) -> None:
 def test_a_trusted_network_may_be_listened_to() -> None:
     http = parse_config(document(http={"host": "0.0.0.0", "trusted_network": True})).http
     assert (http.host, http.trusted_network) == ("0.0.0.0", True)
+
+
+def tenant(name: str = "team-a", digit: str = "0", **more: Any) -> dict[str, Any]:
+    return {"name": name, "key_sha256": [digit * 64], **more}
+
+
+def test_with_api_keys_any_address_may_be_listened_to() -> None:
+    config = parse_config(document(http={"host": "0.0.0.0"}, tenants=[tenant(operator=True)]))
+    assert config.http.host == "0.0.0.0"
+    assert not config.http.trusted_network
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"tenants": [tenant()]}, "tenants.team-a: has no namespace; set `tenant: team-a` at a namespace"),
+        (
+            {"tenants": [tenant(operator=True)], "namespaces": [{"name": "n", "model": "a", "tenant": "b"}]},
+            "namespaces.n.tenant: no tenant 'b'; one of ['team-a']",
+        ),
+        ({"tenants": [tenant(operator=True)] * 2}, "tenants: the name 'team-a' is used twice"),
+        (
+            {"tenants": [tenant("a", operator=True), tenant("b", operator=True)]},
+            "tenants.a.key_sha256: a key is used twice",
+        ),
+        ({"tenants": [{"name": "a", "key_sha256": ["rmr_abc"]}]}, "tenants.0.key_sha256.0: 'rmr_abc' is not allowed"),
+        ({"tenants": [{"name": "a", "key_sha256": []}]}, "tenants.0.key_sha256: must have at least one entry"),
+        ({"tenants": [tenant(limits={"rps": 1})]}, "tenants.0.limits.rps: unknown key 'rps'; allowed here: requests"),
+    ],
+)
+def test_tenants_that_do_not_fit_are_told_in_one_line(changes: Any, expected: str) -> None:
+    message = error_of(document(**changes))
+    assert message.startswith(expected)
+    assert "\n" not in message
+
+
+def test_tenants_may_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "tenants.yaml").write_text(yaml.safe_dump([tenant(operator=True)]))
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(document(tenants_file="secrets/tenants.yaml")))
+    assert load_config(path).tenants == parse_config(document(tenants=[tenant(operator=True)])).tenants
+    path.write_text(yaml.safe_dump(document(tenants_file="secrets/tenants.yaml", tenants=[tenant(operator=True)])))
+    with pytest.raises(ConfigError, match="tenants_file: not allowed beside tenants"):
+        load_config(path)
+    path.write_text(yaml.safe_dump(document(tenants_file="nowhere.yaml")))
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(path)
 
 
 def test_a_wrong_trusted_network_is_the_only_complaint() -> None:

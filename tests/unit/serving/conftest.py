@@ -145,7 +145,9 @@ class FakeReplica:
             "num_running": len(self.running),
             "is_fenced": False,
             "num_finished": {"stop": 4},
-            **dict.fromkeys(("step_s", "step_overhead_s", "turn_wait_s", "time_to_first_token_s", "inter_token_s"), histogram),
+            **dict.fromkeys(
+                ("step_s", "step_overhead_s", "turn_wait_s", "time_to_first_token_s", "inter_token_s"), histogram
+            ),
         }
 
     # ---- commands of the test --------------------------------------------------------------------------------------
