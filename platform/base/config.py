@@ -139,12 +139,6 @@ class RemoraConfig(_Section):
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
     namespaces: tuple[NamespaceConfig, ...] = ()
     telemetry: TelemetryConfig = TelemetryConfig()
-
-    @model_validator(mode="after")
-    def _names_agree(self) -> RemoraConfig:
-        for what, names in (
-            ("devices", [device.name for device in self.devices]),
-            ("models", [model.name for model in self.models]),
     #: Who may use the platform; empty: there are no API keys, and whoever reaches the port may do everything.
     tenants: tuple[TenantConfig, ...] = ()
     #: A YAML file with the list of tenants, in place of it here; relative to this file.
@@ -159,6 +153,12 @@ class RemoraConfig(_Section):
             )
         check_tenants(self.tenants, ((namespace.name, namespace.tenant) for namespace in self.namespaces))
         return self
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> RemoraConfig:
+        for what, names in (
+            ("devices", [device.name for device in self.devices]),
+            ("models", [model.name for model in self.models]),
             ("namespaces", [namespace.name for namespace in self.namespaces]),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -244,19 +244,19 @@ def _keys_at(location: tuple[int | str, ...]) -> str:
         "models": ModelConfig,
         "namespaces": NamespaceConfig,
         "telemetry": TelemetryConfig,
+        "tenants": TenantConfig,
     }
     section = sections[location[0]] if location else RemoraConfig
-    return ", ".join(section.model_fields)
-
-
-def _shorten(value: Any) -> str:
-        "tenants": TenantConfig,
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
     for part in location[1:]:
         inner = section.model_fields[part].annotation if part in section.model_fields else None
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             section = inner
+    return ", ".join(section.model_fields)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def parse_config(data: Any) -> RemoraConfig:
@@ -269,6 +269,11 @@ def parse_config(data: Any) -> RemoraConfig:
 
 def load_config(path: Path) -> RemoraConfig:
     """Reads and validates a YAML file. Raises ConfigError; the message starts with the file's name."""
+    data = _load_yaml(path)
+    if isinstance(data, dict) and isinstance(data.get("tenants_file"), str):
+        if data.get("tenants"):
+            raise ConfigError(f"{path}:\ntenants_file: not allowed beside tenants; give one of them")
+        data["tenants"] = _load_yaml(path.parent / data["tenants_file"])
     try:
         return parse_config(data if data is not None else {})
     except ConfigError as error:
@@ -282,8 +287,3 @@ def _load_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
-    data = _load_yaml(path)
-    if isinstance(data, dict) and isinstance(data.get("tenants_file"), str):
-        if data.get("tenants"):
-            raise ConfigError(f"{path}:\ntenants_file: not allowed beside tenants; give one of them")
-        data["tenants"] = _load_yaml(path.parent / data["tenants_file"])

@@ -19,10 +19,10 @@ from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import ContextLengthExceeded, InvalidRequest, RemoraError
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, SessionId
 from remora.platform.base.telemetry import fail, inject, start_span
-from remora.platform.http.api_types import PromptTokensDetails, Usage
 from remora.platform.http.access import require_session
-from remora.platform.http.disconnect import ClientGone
+from remora.platform.http.api_types import PromptTokensDetails, Usage
 from remora.platform.http.caller import caller_of
+from remora.platform.http.disconnect import ClientGone
 from remora.platform.http.generation_fields import GenerationFields
 from remora.platform.http.services import Services
 from remora.platform.http.session_prompt import TurnPrompt
@@ -95,8 +95,8 @@ class Generation:
         session_id = self._fields.session_id
         if session_id is None:
             return None
-        self._turn = await self._services.turns.begin(
         await require_session(self._services.turns.port, self._caller, SessionId(session_id))
+        self._turn = await self._services.turns.begin(
             SessionId(session_id),
             self.model_id,
             self.namespace_id if self._named_namespace else None,
@@ -255,12 +255,12 @@ class Generation:
         if self._turn is not None:
             self._turn.end(_outcome(error))
         usage, stats = self.usage(), self._services.stats
-        stats.in_flight.labels(*self._labels).dec()
-        stats.finished.labels(*self._labels, _outcome(error)).inc()
-        stats.duration_s.labels(*self._labels).observe(time.monotonic() - self._started_s)
         if self._caller.limits is not None:
             self._caller.limits.used_output(usage.completion_tokens)
             self._caller.limits.end()
+        stats.in_flight.labels(*self._labels).dec()
+        stats.finished.labels(*self._labels, _outcome(error)).inc()
+        stats.duration_s.labels(*self._labels).observe(time.monotonic() - self._started_s)
         stats.prompt_tokens.labels(*self._labels).inc(usage.prompt_tokens)
         stats.cached_tokens.labels(*self._labels).inc(usage.prompt_tokens_details.cached_tokens)
         stats.output_tokens.labels(*self._labels).inc(usage.completion_tokens)
