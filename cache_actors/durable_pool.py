@@ -18,11 +18,12 @@ from remora.cache_actors.arena_header import MAX_LEASES
 from remora.cache_actors.arena_place import PlacedArena, find_arena, make_arena, remove_arena
 from remora.cache_actors.journal_file import JournalFile, JournalLog, read_journal_file
 from remora.cache_actors.memory_budget import available_memory_bytes
-from remora.cache_actors.pool_settings import POOL_LEASE, PoolSettings
+from remora.cache_actors.pool_settings import PoolSettings
 from remora.cache_actors.stale_files import journal_path
-from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, Quota, Refused, SetQuota
+from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, Refused, SetQuota
 from remora.namespaces.effects import Effect, ZeroBlocks
 from remora.namespaces.pool import PoolState, PoolStateConfig
+from remora.namespaces.quota_changes import quota_changes
 from remora.namespaces.report import LeaseReport, PoolReport
 from remora.platform.base.clock import Clock
 from remora.platform.base.errors import ConfigError, IntegrityError, JournalError, StaleLease
@@ -218,20 +219,9 @@ class DurablePool:
         return [quota for quota in self._settings.quotas if quota.namespace_id not in known]
 
     def _configured_quotas(self) -> list[SetQuota]:
-        """In a new session the configuration rules. Guarantees go down before any goes up, so that they always fit;
-        namespaces that are configured no more keep their blocks as long as nobody else wants them."""
-        lowered = [
-            SetQuota(
-                lease_id=POOL_LEASE,
-                namespace_id=namespace.namespace_id,
-                model_id=namespace.model_id,
-                quota=Quota(guaranteed_bytes=0, limit_bytes=namespace.limit_bytes, weight=namespace.weight),
-                tenant=namespace.tenant,
-                share_group=namespace.share_group,
-            )
-            for namespace in self.describe().namespaces
-        ]
-        return [*lowered, *self._settings.quotas]
+        """In a new session the configuration rules; namespaces that are configured no more keep their blocks as long as
+        nobody else wants them."""
+        return quota_changes(self.describe().namespaces, self._settings.quotas)
 
 
 def replay(log: JournalLog, effects_done: int) -> tuple[PoolState, list[Effect], dict[int, AnyAnswer]]:

@@ -1,20 +1,28 @@
-"""Asks every pool of the cluster how it is."""
+"""Asks every pool of the cluster how it is, and tells pools what operators want."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
 from remora.cache_actors.pool_actor import find_pools
 from remora.cache_actors.pool_messages import PoolDescription
+from remora.namespaces.commands import Quota, Refused
+from remora.namespaces.quota_changes import change_of, quota_of
+from remora.namespaces.report import NamespaceReport
+from remora.platform.base.errors import InvalidRequest, Unavailable
+from remora.platform.base.ids import NamespaceId
 
 logger = logging.getLogger(__name__)
 
 #: A pool that is restarting is left out of an answer rather than waited for.
 TIMEOUT_S = 2.0
+
+Result = TypeVar("Result")
 
 
 class ClusterPools:
@@ -25,9 +33,38 @@ class ClusterPools:
 
     async def reports(self) -> dict[str, PoolDescription]:
         """Pool id → description, of those that answer in time."""
+        return {str(each.binding.pool_id): each for _, each in await self._described()}
+
+    async def _described(self) -> list[tuple[Any, PoolDescription]]:
         pools = await asyncio.to_thread(find_pools, self._cluster_name)
         described = await asyncio.gather(*(self._describe(pool) for pool in pools))
-        return {str(each.binding.pool_id): each for each in described if each is not None}
+        return [(pool, each) for pool, each in zip(pools, described, strict=True) if each is not None]
+
+    async def set_quota(self, namespace_id: NamespaceId, change: Callable[[Quota], Quota]) -> None:
+        """Changes the quota of a namespace in every pool that has it, or in none.
+
+        Raises InvalidRequest with the pool's reason, Unavailable when no pool that has it answers.
+        """
+        done: list[tuple[Any, NamespaceReport]] = []
+        for pool, _, report in await self._holders(namespace_id):
+            answer = await _ask(pool.set_quota.remote(change_of(report, change(quota_of(report)))))
+            if isinstance(answer, Refused):
+                for changed, before in reversed(done):
+                    await _ask(changed.set_quota.remote(change_of(before, quota_of(before))))
+                raise InvalidRequest(answer.message, field="guaranteed")
+            done.append((pool, report))
+
+    async def _holders(self, namespace_id: NamespaceId) -> list[tuple[Any, str, NamespaceReport]]:
+        """Pools that have the namespace: handle, id, what they say about it."""
+        found = [
+            (pool, str(description.binding.pool_id), report)
+            for pool, description in await self._described()
+            for report in description.report.namespaces
+            if report.namespace_id == namespace_id
+        ]
+        if not found:
+            raise Unavailable(f"No pool with namespace {namespace_id!r} answers; try again.")
+        return found
 
     async def _describe(self, pool: Any) -> PoolDescription | None:
         try:
@@ -37,3 +74,12 @@ class ClusterPools:
         except (RayError, TimeoutError) as error:
             logger.warning("a pool does not answer: %s", str(error).partition("\n")[0])
             return None
+
+
+async def _ask(call: Awaitable[Result]) -> Result:
+    """Raises Unavailable when the pool does not answer in time; what it was asked may have happened."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await call
+    except (RayError, TimeoutError) as error:
+        raise Unavailable(f"A pool does not answer: {str(error).partition(chr(10))[0]}; try again.") from None

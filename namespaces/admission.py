@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from remora.namespaces.commands import Admit, Admitted, OverQuota, Refused, Wait
+from remora.namespaces.fair_share import fair_shares
 from remora.namespaces.leases import Lease
 from remora.namespaces.placement import Shortage
 from remora.namespaces.pool_parts import PoolParts
@@ -38,20 +39,22 @@ class Admission:
         reason = self._never(lease, admit, namespace)
         if reason is not None:
             return self._over_quota(lease, admit, namespace, reason)
-        entitled = self._is_entitled(lease, admit, namespace)
-        if not parts.room.in_front_of(namespace, entitled=entitled) and not parts.running.holds_back(entitled=entitled):
+        entitled = self._entitlement(lease, admit, namespace)
+        parked = Parked(admit, lease, namespace, parts.room.next_order_no)
+        passed = self._passed_by(parked, entitled)
+        if passed is not None:
             answer = self._try(lease, admit, namespace)
             if isinstance(answer, Admitted):
+                _let_pass(passed, parked)
                 return answer
+            if self._is_hopeless(lease, admit, namespace):
+                return self._over_quota(lease, admit, namespace, _HOPELESS)
             if answer.kind == "memory":
-                if self._is_hopeless(lease, admit, namespace):
-                    return self._over_quota(lease, admit, namespace, _HOPELESS)
-                parts.room.blocked = "guaranteed" if entitled else "borrowed"
-                if entitled:
-                    self._revoke(lease, namespace, answer)
+                parts.room.blocked = "borrowed" if entitled is None else "guaranteed"
+            if entitled is not None:
+                self._revoke(lease, namespace, answer, entitled)
         if admit.deadline_s is not None and admit.deadline_s <= now_s:
             return self._over_quota(lease, admit, namespace, _TOO_LATE)
-        parked = Parked(admit, lease, namespace, parts.room.next_order_no)
         return Wait(sequence_id=admit.sequence_id, queue_position=parts.room.add(parked))
 
     def _problem(self, lease: Lease, admit: Admit, namespace: Namespace | None) -> Refused | None:
@@ -90,8 +93,10 @@ class Admission:
     def _never(self, lease: Lease, admit: Admit, namespace: Namespace) -> str | None:
         """Why waiting can never help, whatever the others do."""
         needed = admit.max_blocks * lease.space.block_bytes
-        if needed > namespace.quota.limit_bytes:
-            return f"the request can come to need {needed} bytes, the limit is {namespace.quota.limit_bytes}"
+        for account in namespace.lineage():
+            if needed > account.quota.limit_bytes:
+                whose = "the limit" if account is namespace else f"the limit of {account.namespace_id}"
+                return f"the request can come to need {needed} bytes, {whose} is {account.quota.limit_bytes}"
         if admit.max_blocks > lease.space.max_arena_blocks:
             return f"the request can come to need {admit.max_blocks} blocks, the arena holds less"
         return None
@@ -105,17 +110,35 @@ class Admission:
         spaces = iter(parts.extents.spaces.values())
         return admit.num_blocks > parts.book.obtainable_blocks(namespace, lease.space, spaces)
 
-    def _is_entitled(self, lease: Lease, admit: Admit, namespace: Namespace) -> bool:
-        """Whether the namespace stays within its guarantee with what it would then use."""
+    def _entitlement(self, lease: Lease, admit: Admit, namespace: Namespace) -> Namespace | None:
+        """The closest of the namespace's lineage that stays within its guarantee with what it would then use."""
         size = lease.space.block_bytes
-        spare = namespace.guaranteed_bytes - namespace.used_bytes
-        if admit.num_blocks * size <= spare:
-            return True
-        if spare < 0:
-            return False
+        entitled = namespace.entitlement(admit.num_blocks * size)
+        if entitled is namespace or namespace.entitlement(0) is None:
+            return entitled
         matched = PrefixIndex.match(self.parts.realm(lease, namespace), admit.hashes, self._max_match(lease, admit))
-        charged = sum(1 for block in matched if not block.refs and block.holding.namespace is namespace)
-        return (admit.num_blocks - len(matched) + charged) * size <= spare
+        charged = sum(1 for block in matched if not block.refs and namespace.contains(block.holding.namespace))
+        return namespace.entitlement((admit.num_blocks - len(matched) + charged) * size)
+
+    def _passed_by(self, newcomer: Parked, entitled: Namespace | None) -> list[Parked] | None:
+        """Who waits for memory and would be passed by a newcomer; None: it has to line up."""
+        parts = self.parts
+        blocked = parts.room.blocked
+        if parts.running.holds_back(entitled=entitled is not None) or parts.room.has_line(newcomer.namespace):
+            return None
+        if not blocked or (entitled is not None and blocked == "borrowed"):
+            return []
+        heads = parts.room.heads()
+        return heads if blocked == "borrowed" and self._may_pass(newcomer, heads) else None
+
+    def _may_pass(self, parked: Parked, blocked: list[Parked]) -> bool:
+        """Whether a borrower may go before others that lack memory: within its fair share, and only for so long."""
+        parts, size = self.parts, parked.num_bytes
+        arena_bytes = len(parts.extents.extents) * parts.extents.extent_bytes
+        if any(other.passed_bytes + size > arena_bytes for other in blocked):
+            return False
+        shares = fair_shares(parts.book.roots(), arena_bytes, lambda n: parts.room.has_line(n) or n is parked.namespace)
+        return all(account.tree_used_bytes + size <= shares[account] for account in parked.namespace.lineage())
 
     @staticmethod
     def _max_match(lease: Lease, admit: Admit) -> int:
@@ -140,7 +163,6 @@ class Admission:
         for block in matched:
             block.holding.policy.hit(block)
         parts.placement.apply(plan, space)
-        parts.room.charge(namespace, count * space.block_bytes)
         sequence = Sequence(admit, parts.running.next_no, namespace, space, realm)
         sequence.blocks = matched + ledger.grant(namespace, space, count)
         sequence.num_cached = len(matched)
@@ -157,11 +179,11 @@ class Admission:
             num_cached_blocks=len(matched),
         )
 
-    def _revoke(self, lease: Lease, namespace: Namespace, shortage: Shortage) -> None:
-        """A namespace within its guarantee lacks memory that borrowers use: they are told to give it back."""
+    def _revoke(self, lease: Lease, namespace: Namespace, shortage: Shortage, entitled: Namespace) -> None:
+        """A namespace within a guarantee lacks memory that borrowers use: they are told to give it back."""
         if not self.parts.running.num_preempted:
             running = self.parts.running.sequences.values()
-            for victim in choose_victims(running, namespace, lease.space, shortage, asker=None, entitled=True):
+            for victim in choose_victims(running, namespace, lease.space, shortage, asker=None, entitled=entitled):
                 self.parts.preempt(victim, "a namespace below its guarantee needs the borrowed memory")
 
     def _over_quota(self, lease: Lease, admit: Admit, namespace: Namespace, reason: str) -> OverQuota:
@@ -171,7 +193,7 @@ class Admission:
             sequence_id=admit.sequence_id,
             namespace_id=namespace.namespace_id,
             needed_bytes=admit.max_blocks * lease.space.block_bytes,
-            limit_bytes=namespace.quota.limit_bytes,
+            limit_bytes=min(account.quota.limit_bytes for account in namespace.lineage()),
             reason=reason,
         )
 
@@ -191,29 +213,44 @@ class Admission:
             self._deny(parked, _TOO_LATE)
 
     def pump(self, now_s: float) -> None:
-        """Grants parked admissions in fair order until the next one lacks memory. Called whenever memory may have
-        been freed; afterwards something is referenced or nobody waits."""
+        """Grants parked admissions in fair order. Called whenever memory may have been freed; afterwards something is
+        referenced or nobody waits."""
         self.parts.trim_to_limits()
         self.expire(now_s)
         room = self.parts.room
         room.blocked = ""
-        over_limit: set[str] = set()
-        while True:
-            heads = [p for p in room.heads() if p.namespace.namespace_id not in over_limit]
-            ranked = [(not self._is_entitled(p.lease, p.admit, p.namespace), n, p) for n, p in enumerate(heads)]
-            if not ranked:
+        #: Heads that cannot go now: their limit is reached, or they lack memory.
+        stuck: set[Parked] = set()
+        blocked: list[Parked] = []
+        while heads := [parked for parked in room.heads() if parked not in stuck]:
+            parked, entitled = self._next(heads)
+            if self.parts.running.holds_back(entitled=entitled is not None):
                 return
-            borrows, _, parked = min(ranked)
-            if self.parts.running.holds_back(entitled=not borrows):
-                return
-            outcome = self._advance(parked, entitled=not borrows)
-            if outcome == "limit":
-                over_limit.add(parked.namespace.namespace_id)
-            elif outcome == "memory":
-                room.blocked = "borrowed" if borrows else "guaranteed"
-                return
+            if blocked and entitled is None and not self._may_pass(parked, blocked):
+                stuck.add(parked)
+                continue
+            outcome = self._advance(parked, entitled)
+            if outcome == "granted":
+                if entitled is None:
+                    _let_pass(blocked, parked)
+            elif outcome != "denied":
+                stuck.add(parked)
+                if outcome == "memory" and entitled is not None:
+                    room.blocked = "guaranteed"
+                    return
+                if outcome == "memory":
+                    room.blocked = "borrowed"
+                    blocked.append(parked)
 
-    def _advance(self, parked: Parked, *, entitled: bool) -> Literal["done", "limit", "memory"]:
+    def _next(self, heads: list[Parked]) -> tuple[Parked, Namespace | None]:
+        """The first that is within a guarantee, else the first."""
+        for parked in heads:
+            entitled = self._entitlement(parked.lease, parked.admit, parked.namespace)
+            if entitled is not None:
+                return parked, entitled
+        return heads[0], None
+
+    def _advance(self, parked: Parked, entitled: Namespace | None) -> Literal["granted", "denied", "limit", "memory"]:
         """Grants or denies the head of a line; else says what it lacks."""
         lease, admit, namespace = parked.lease, parked.admit, parked.namespace
         reason = self._never(lease, admit, namespace)
@@ -222,16 +259,19 @@ class Admission:
             if isinstance(answer, Admitted):
                 self.parts.room.remove(parked)
                 lease.tell_granted(answer)
-                return "done"
-            if answer.kind == "limit":
-                return "limit"
+                return "granted"
             if not self._is_hopeless(lease, admit, namespace):
-                if entitled:
-                    self._revoke(lease, namespace, answer)
-                return "memory"
+                if entitled is not None:
+                    self._revoke(lease, namespace, answer, entitled)
+                return answer.kind
             reason = _HOPELESS
         self._deny(parked, reason)
-        return "done"
+        return "denied"
+
+
+def _let_pass(blocked: list[Parked], parked: Parked) -> None:
+    for other in blocked:
+        other.passed_bytes += parked.num_bytes
 
 
 _HOPELESS = "the rest of the memory is guaranteed to other namespaces"

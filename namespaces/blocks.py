@@ -91,7 +91,7 @@ class BlockLedger:
             blocks.append(block)
         self.num_referenced += count
         holding.used_blocks += count
-        namespace.used_bytes += count * space.block_bytes
+        namespace.charge(count * space.block_bytes, 0)
         if dirty:
             self.effects.append(
                 ZeroBlocks(geometry_id=space.geometry_id, block_bytes=space.block_bytes, blocks=tuple(dirty))
@@ -105,8 +105,7 @@ class BlockLedger:
             holding.policy.take(block)
             holding.used_blocks += 1
             size = holding.space.block_bytes
-            holding.namespace.cached_bytes -= size
-            holding.namespace.used_bytes += size
+            holding.namespace.charge(size, -size)
             block.extent.num_referenced += 1
             self.num_referenced += 1
         block.refs += 1
@@ -119,13 +118,13 @@ class BlockLedger:
         holding = block.holding
         size = holding.space.block_bytes
         holding.used_blocks -= 1
-        holding.namespace.used_bytes -= size
         block.extent.num_referenced -= 1
         self.num_referenced -= 1
         if block.block_hash is None:
+            holding.namespace.charge(-size, 0)
             holding.space.free(block.extent, block.index)
         else:
-            holding.namespace.cached_bytes += size
+            holding.namespace.charge(-size, size)
             holding.policy.add(block)
 
     def retire(self, tail: Block) -> None:
@@ -157,7 +156,7 @@ class BlockLedger:
         holding = block.holding
         namespace = holding.namespace
         holding.policy.evict(block)
-        namespace.cached_bytes -= holding.space.block_bytes
+        namespace.charge(0, -holding.space.block_bytes)
         namespace.evicted_blocks[cause] = namespace.evicted_blocks.get(cause, 0) + 1
         del block.realm.blocks[block.block_hash]
         if block.parent is not None and block.parent.children is not None:

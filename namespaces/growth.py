@@ -49,8 +49,8 @@ class Growth:
         idle = len(parts.running.sequences) == 1
         plan = parts.placement.plan(namespace, space, count, idle=idle)
         if isinstance(plan, Shortage):
-            entitled = namespace.used_bytes + count * space.block_bytes <= namespace.guaranteed_bytes
-            parts.running.set_claim(sequence, "guaranteed" if entitled else "borrowed")
+            entitled = namespace.entitlement(count * space.block_bytes)
+            parts.running.set_claim(sequence, "guaranteed" if entitled is not None else "borrowed")
             running = parts.running.sequences.values()
             for victim in choose_victims(running, namespace, space, plan, asker=sequence, entitled=entitled):
                 parts.preempt(victim, f"memory is short for running sequences of {namespace.namespace_id}")
@@ -59,7 +59,6 @@ class Growth:
         parts.running.set_claim(sequence, "")
         blocks = parts.ledger.grant(namespace, space, count)
         sequence.blocks.extend(blocks)
-        parts.room.charge(namespace, count * space.block_bytes)
         return tuple([block.index for block in blocks])
 
     def publish(self, lease: Lease, command: Publish) -> Published | Refused:

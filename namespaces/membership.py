@@ -19,6 +19,7 @@ from remora.namespaces.commands import (
 from remora.namespaces.effects import SetGeneration
 from remora.namespaces.leases import Lease
 from remora.namespaces.pool_parts import MIN_EXTENT_BLOCKS, PoolParts
+from remora.namespaces.victims import choose_surplus
 
 
 class Membership:
@@ -105,7 +106,8 @@ class Membership:
         self._next_generation(lease.attached.lease_slot)
 
     def set_quota(self, command: SetQuota, now_s: float) -> QuotaSet | Refused:
-        """Creates a namespace or changes its quota; cached blocks above a lowered limit go at once."""
+        """Creates a namespace or changes its quota. Cached blocks above a lowered limit go at once, sequences above it
+        are told to go; what others borrow of a raised guarantee is taken back as soon as somebody asks for it."""
         parts = self.parts
         quota, name = command.quota, command.namespace_id
         if not 0 <= quota.guaranteed_bytes <= quota.limit_bytes or not quota.weight > 0:
@@ -120,13 +122,16 @@ class Membership:
             if fixed != (command.model_id, command.tenant, command.share_group):
                 message = f"namespace {name}: model, tenant and share group are {fixed} and cannot change"
                 return Refused(error="Conflict", message=message)
-        short = parts.book.extents_short(changed=command)
-        if short is not None:
-            return Refused(error="ConfigError", message=f"namespace {name}: {short}")
+        problem = parts.book.tree_problem(command) or parts.book.extents_short(changed=command)
+        if problem is not None:
+            return Refused(error="ConfigError", message=f"namespace {name}: {problem}")
         if namespace is None:
             namespace = parts.book.add(command)
         namespace.quota = quota
         parts.book.refresh_guarantees()
-        revoked = parts.placement.trim(namespace)
+        revoked = parts.placement.trim(namespace, quota.limit_bytes)
+        if namespace.tree_used_bytes > quota.limit_bytes:
+            for victim in choose_surplus([*parts.running.sequences.values()], namespace):
+                parts.preempt(victim, f"the limit of {name} was lowered")
         self.admission.pump(now_s)
         return QuotaSet(revoked_bytes=revoked)

@@ -43,9 +43,12 @@ class Shortage:
 
     kind: Literal["limit", "memory"]
     num_missing: int
+    #: Whose limit it is: the asker, or a namespace above it.
+    account: Namespace | None = None
 
 
 _NOTHING_TO_DO = Plan()
+Rank = tuple[float, ...]
 
 
 class Placement:
@@ -61,12 +64,13 @@ class Placement:
 
         What the asker references already (a matched prefix) is pinned by that.
         """
-        size = space.block_bytes
-        demand = count * size
-        over_limit = namespace.used_bytes + demand - namespace.quota.limit_bytes
+        demand = count * space.block_bytes
+        over_limit, account = namespace.bytes_above_limit(demand)
         if over_limit > 0:
-            return Shortage("limit", -(-over_limit // size))
-        if space.num_free >= count and namespace.held_bytes + demand <= namespace.quota.limit_bytes:
+            return Shortage("limit", -(-over_limit // space.block_bytes), account)
+        if space.num_free >= count and all(
+            account.tree_held_bytes + demand <= account.quota.limit_bytes for account in namespace.lineage()
+        ):
             return _NOTHING_TO_DO
         return _Sketch(self, namespace, space, count).draw(idle=idle)
 
@@ -80,13 +84,28 @@ class Placement:
         for extent in plan.extents:
             self.extents.lease(extent, space)
 
-    def trim(self, namespace: Namespace) -> int:
-        """Evicts cached blocks until the namespace is within its limit, as far as they go. Returns the bytes."""
-        before = namespace.held_bytes
-        for holding in sorted(namespace.holdings.values(), key=lambda holding: holding.space.order):
-            while len(holding.policy) and namespace.held_bytes > namespace.quota.limit_bytes:
-                self.ledger.evict_first(holding, "quota")
-        return before - namespace.held_bytes
+    def trim(self, namespace: Namespace, target_bytes: int) -> int:
+        """Evicts cached blocks until the namespace with all below it holds no more than that, as far as they go: its
+        own first, then those of descendants, of nobody within its guarantee. Returns the bytes."""
+        before = namespace.tree_held_bytes
+        while namespace.tree_cached_bytes and namespace.tree_held_bytes > target_bytes:
+            giver = self.giver_below(namespace)
+            if giver is None:
+                break
+            holding = min((h for h in giver.holdings.values() if len(h.policy)), key=lambda each: each.space.order)
+            self.ledger.evict_first(holding, "quota")
+        return before - namespace.tree_held_bytes
+
+    def giver_below(self, account: Namespace) -> Namespace | None:
+        """Who loses a cached block next in a tree that has to shrink."""
+        if account.cached_bytes:
+            return account
+        borrowing = [c for c in account.children if c.tree_cached_bytes and c.tree_held_bytes > c.guaranteed_bytes]
+        for child in sorted(borrowing, key=lambda c: (c.guaranteed_bytes - c.tree_held_bytes) / c.quota.weight):
+            giver = self.giver_below(child)
+            if giver is not None:
+                return giver
+        return None
 
 
 class _Sketch:
@@ -100,8 +119,8 @@ class _Sketch:
         self.demand_bytes = count * space.block_bytes
         self.missing = count - space.num_free
         self.plan = Plan()
-        #: Bytes planned away, by namespace order; the asker's demand counts as held.
-        self._lost_bytes: dict[int, int] = {namespace.order: -self.demand_bytes}
+        #: Bytes planned away of each account and all below it; the asker's demand counts as held.
+        self._lost_bytes: dict[Namespace, int] = dict.fromkeys(namespace.lineage(), -self.demand_bytes)
         #: Cached blocks planned away, by (namespace order, space order).
         self._taken: dict[tuple[int, int], int] = {}
         self._doomed: set[Block] = set()
@@ -109,24 +128,50 @@ class _Sketch:
         self._planned_extents: dict[int, int] = {}
 
     def draw(self, *, idle: bool) -> Plan | Shortage:
-        self._stay_within_limit()
+        short = self._stay_within_limits()
+        if short is not None:
+            return short
         self._take_empty_extents()
         self._take_from_borrowers()
-        if self.missing > 0:
-            entitled = self.namespace.used_bytes + self.demand_bytes <= self.namespace.guaranteed_bytes
-            if entitled or idle:
-                self._take_fragmented_extents()
+        if self.missing > 0 and (idle or self.namespace.entitlement(self.demand_bytes) is not None):
+            self._take_fragmented_extents()
         return self.plan if self.missing <= 0 else Shortage("memory", self.missing)
 
-    def _stay_within_limit(self) -> None:
-        """The asker's own cache makes room below its limit, in this geometry first."""
-        surplus = self.namespace.held_bytes + self.demand_bytes - self.namespace.quota.limit_bytes
-        own = sorted(self.namespace.holdings.values(), key=lambda h: (h.space is not self.space, h.space.order))
-        for holding in own:
-            count = min(len(holding.policy), -(-surplus // holding.space.block_bytes))
-            if count > 0:
-                self._take(holding, count, "limit")
-                surplus -= count * holding.space.block_bytes
+    def _stay_within_limits(self) -> Shortage | None:
+        """The cache below each limit makes room: the asker's own first, in this geometry first, then whatever of the
+        tree the asker can claim."""
+        for account in self.namespace.lineage():
+            surplus = account.tree_held_bytes - self._lost_bytes[account] - account.quota.limit_bytes
+            if surplus <= 0:
+                continue
+            own = sorted(self.namespace.holdings.values(), key=lambda h: (h.space is not self.space, h.space.order))
+            for holding in own:
+                surplus -= self._take_bytes(holding, surplus)
+            if surplus > 0 and account.children:
+                surplus = self._shrink(account, surplus)
+            if surplus > 0:
+                return Shortage("limit", -(-surplus // self.space.block_bytes), account)
+        return None
+
+    def _take_bytes(self, holding: Holding, num_bytes: int) -> int:
+        """Takes cached blocks of the holding, at least so many bytes of them if it has so many. Returns the bytes."""
+        taken = self._taken.get((holding.namespace.order, holding.space.order), 0)
+        count = min(len(holding.policy) - taken, -(-num_bytes // holding.space.block_bytes))
+        if count > 0:
+            self._take(holding, count, "limit")
+        return max(0, count) * holding.space.block_bytes
+
+    def _shrink(self, account: Namespace, surplus: int) -> int:
+        """Takes what the asker can claim of a tree, from who borrows most for its weight. Returns what is left."""
+        while surplus > 0:
+            ranked = [(rank, h.namespace.order, h.space.order, h) for h in self.book.holdings()
+                      if account in h.namespace.lineage() and (rank := self._rank(h)) is not None]  # fmt: skip
+            if not ranked:
+                return surplus
+            holding = min(ranked)[3]
+            self._take(holding, 1, "limit")
+            surplus -= holding.space.block_bytes
+        return surplus
 
     def _take(self, holding: Holding, count: int, cause: EvictionCause) -> None:
         place = (holding.namespace.order, holding.space.order)
@@ -138,7 +183,8 @@ class _Sketch:
             self.missing -= count
 
     def _lose(self, namespace: Namespace, num_bytes: int) -> None:
-        self._lost_bytes[namespace.order] = self._lost_bytes.get(namespace.order, 0) + num_bytes
+        for account in namespace.lineage():
+            self._lost_bytes[account] = self._lost_bytes.get(account, 0) + num_bytes
 
     def _lease(self, extent: Extent) -> None:
         self.plan.extents.append(extent)
@@ -156,28 +202,29 @@ class _Sketch:
             if self.missing <= 0:
                 return
 
-    def _excess(self, namespace: Namespace) -> int:
-        return namespace.held_bytes - self._lost_bytes.get(namespace.order, 0) - namespace.guaranteed_bytes
+    def _excess(self, account: Namespace) -> int:
+        return account.tree_held_bytes - self._lost_bytes.get(account, 0) - account.guaranteed_bytes
 
-    def _rank(self, holding: Holding) -> tuple[int, float] | None:
-        """Who gives next, least first; None: this holding has nothing to give."""
+    def _can_spare(self, owner: Namespace, num_bytes: int) -> bool:
+        return all(self._excess(account) >= num_bytes for account in owner.accounts_against(self.namespace))
+
+    def _rank(self, holding: Holding) -> Rank | None:
+        """Who gives next, least first: by what trees borrow for their weight, then their branches, and so on down.
+        None: this holding has nothing to give. The asker gives even within its guarantee, after all others."""
         namespace = holding.namespace
-        taken = self._taken.get((namespace.order, holding.space.order), 0)
-        if len(holding.policy) <= taken:
+        if len(holding.policy) <= self._taken.get((namespace.order, holding.space.order), 0):
             return None
-        excess = self._excess(namespace)
-        if namespace is self.namespace and excess <= 0:
-            return (1, 0.0)
-        if namespace is not self.namespace and excess < holding.space.block_bytes:
+        if not self._can_spare(namespace, holding.space.block_bytes):
             return None
-        if holding.space is not self.space:
-            excess -= self.extents.extent_bytes  # another geometry gives a whole extent at once
-        return (0, -excess / namespace.quota.weight)
+        # Another geometry gives a whole extent at once.
+        unit = self.extents.extent_bytes if holding.space is not self.space else 0
+        rank = tuple([(unit - self._excess(account)) / account.quota.weight for account in namespace.path()])
+        return (*rank, float(unit - namespace.held_bytes)) if namespace.children else rank
 
     def _take_from_borrowers(self) -> None:
         if self.missing <= 0:
             return
-        heap: list[tuple[tuple[int, float], int, int, Holding]] = []
+        heap: list[tuple[Rank, int, int, Holding]] = []
         for holding in self.book.holdings():
             rank = self._rank(holding)
             if rank is not None:
@@ -191,20 +238,23 @@ class _Sketch:
             elif fresh != rank:
                 heapq.heapreplace(heap, (fresh, order, space_order, holding))
             elif holding.space is self.space:
-                next_rank = min((entry[0] for entry in heap[1:3]), default=(2, 0.0))
+                next_rank = min((entry[0] for entry in heap[1:3]), default=())
                 count = self._turn(holding, rank, next_rank)
                 self._take(holding, count, "own" if holding.namespace is self.namespace else "borrowed")
             elif not self._take_extent(holding.space):
                 heapq.heappop(heap)
 
-    def _turn(self, holding: Holding, rank: tuple[int, float], next_rank: tuple[int, float]) -> int:
+    def _turn(self, holding: Holding, rank: Rank, next_rank: Rank) -> int:
         """Blocks of this geometry to take from a holding in one go: until it is no longer its turn."""
         namespace, size = holding.namespace, self.space.block_bytes
-        available = len(holding.policy) - self._taken.get((namespace.order, holding.space.order), 0)
-        count = min(self.missing, available)
-        if rank[0] == 0:
-            floor = -next_rank[1] * namespace.quota.weight if next_rank[0] == 0 else 0.0
-            count = min(count, int((self._excess(namespace) - floor) // size))
+        count = min(
+            self.missing, len(holding.policy) - self._taken.get((namespace.order, holding.space.order), 0),
+            *(self._excess(account) // size for account in namespace.accounts_against(self.namespace)),
+        )  # fmt: skip
+        if next_rank:
+            levels = zip(namespace.path(), rank, next_rank, strict=False)
+            ahead = next(((other - own) * a.quota.weight for a, own, other in levels if own != other), 0.0)
+            count = min(count, int(ahead // size))
         return max(1, count)
 
     def _take_extent(self, space: GeometrySpace) -> bool:
@@ -214,11 +264,11 @@ class _Sketch:
             emptiest = self._emptiest[space.order] = iter(list(space.emptiest_extents())[:_MAX_EXTENT_PROBES])
         for extent in emptiest:
             tree = self._tree(extent)
-            lost: dict[int, tuple[Namespace, int]] = {}
+            lost: dict[Namespace, int] = {}
             for block in tree:
-                owner = block.holding.namespace
-                lost[owner.order] = (owner, lost.get(owner.order, (owner, 0))[1] + space.block_bytes)
-            if all(owner is self.namespace or self._excess(owner) >= size for owner, size in lost.values()):
+                for account in block.holding.namespace.accounts_against(self.namespace):
+                    lost[account] = lost.get(account, 0) + space.block_bytes
+            if all(self._excess(account) >= size for account, size in lost.items()):
                 self._clear(extent, tree, "extent")
                 return True
         return False

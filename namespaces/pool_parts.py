@@ -126,13 +126,14 @@ class PoolParts:
     def trim_to_limits(self) -> None:
         """A limit that was lowered below what is in use takes hold as soon as that becomes cache."""
         for namespace in self.book.namespaces.values():
-            if namespace.cached_bytes and namespace.held_bytes > namespace.quota.limit_bytes:
-                self.placement.trim(namespace)
+            if namespace.tree_cached_bytes and namespace.tree_held_bytes > namespace.quota.limit_bytes:
+                self.placement.trim(namespace, namespace.quota.limit_bytes)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when any two parts disagree."""
         for part in (self.extents, self.book, self.index, self.ledger, self.leases, self.running, self.room):
             part.check_integrity()
         for namespace in self.book.namespaces.values():
-            if namespace.cached_bytes and namespace.held_bytes > namespace.quota.limit_bytes:
+            above_limit = namespace.tree_held_bytes > namespace.quota.limit_bytes
+            if above_limit and self.placement.giver_below(namespace) is not None:
                 raise IntegrityError(f"namespace {namespace.namespace_id} caches blocks above its limit")

@@ -22,7 +22,7 @@ class NamespaceReport(msgspec.Struct, frozen=True, kw_only=True):
     #: Referenced, and sealed but unreferenced; together what the namespace holds.
     used_bytes: int
     cached_bytes: int
-    #: What it holds above its guarantee.
+    #: What it holds above its guarantee, with all below it.
     borrowed_bytes: int
     num_running: int
     num_waiting: int
@@ -35,6 +35,10 @@ class NamespaceReport(msgspec.Struct, frozen=True, kw_only=True):
     evicted_blocks: dict[str, int]
     #: Of its cache, what was taken back because it was borrowed or because its quota was lowered, since the pool began.
     revoked_bytes: int = 0
+    #: The closest namespace above it in the tree, and what it holds together with all below it.
+    parent: NamespaceId | None = None
+    tree_used_bytes: int = 0
+    tree_cached_bytes: int = 0
     #: What its lookups say about the size it could use.
     advice: CapacityAdvice = CapacityAdvice()
 
@@ -145,6 +149,9 @@ def describe_pool(parts: PoolParts) -> PoolReport:
             hit_tokens=namespace.hit_tokens,
             evicted_blocks=dict(namespace.evicted_blocks),
             revoked_bytes=_revoked_bytes(parts, namespace),
+            parent=namespace.parent.namespace_id if namespace.parent is not None else None,
+            tree_used_bytes=namespace.tree_used_bytes,
+            tree_cached_bytes=namespace.tree_cached_bytes,
             advice=_advise(parts, namespace),
         )
         for namespace in parts.book.namespaces.values()

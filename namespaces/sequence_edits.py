@@ -207,7 +207,6 @@ class SequenceEdits:
     def _grant(self, sequence: Sequence, plan: Plan, count: int) -> list[Block]:
         namespace, space = sequence.namespace, sequence.space
         self.parts.placement.apply(plan, space)
-        self.parts.room.charge(namespace, count * space.block_bytes)
         fresh = self.parts.ledger.grant(namespace, space, count)
         sequence.blocks.extend(fresh)
         return fresh

@@ -57,7 +57,6 @@ class _Namespace(_Record, frozen=True, array_like=True):
     quota: Quota
     tenant: str
     share_group: str
-    virtual_time: float
     counters: tuple[int, int, int, int]
     evicted_blocks: dict[str, int]
     #: EvictionPolicy.dump of each holding, by the order of its space.
@@ -102,10 +101,9 @@ class _Pool(_Record, frozen=True, array_like=True):
     ended: list[tuple[LeaseId, int, AnyAnswer | None]]
     generations: list[int]
     next_admitted_no: int
-    #: Parked admissions, namespace by namespace.
-    parked: list[tuple[int, Admit]]
+    #: Order number, admission, bytes that passed it.
+    parked: list[tuple[int, Admit, int]]
     next_order_no: int
-    virtual_time: float
     blocked: Blocked
     sessions: list[tuple[SessionId, Epoch]]
     session_tails: dict[SessionId, tuple[RealmKey, BlockHash]]
@@ -150,7 +148,7 @@ def _freeze(parts: PoolParts) -> _Pool:
         domains=list(parts.book.domains),
         namespaces=[
             _Namespace(
-                n.namespace_id, n.model_id, n.quota, n.tenant, n.share_group, n.virtual_time,
+                n.namespace_id, n.model_id, n.quota, n.tenant, n.share_group,
                 (n.lookup_tokens, n.hit_tokens, n.num_admitted, n.num_preempted),
                 dict(sorted(n.evicted_blocks.items())),
                 {space.order: n.holdings[space.geometry_id].policy.dump()
@@ -165,9 +163,8 @@ def _freeze(parts: PoolParts) -> _Pool:
         ended=[(lease_id, *ending) for lease_id, ending in parts.leases.ended.items()],
         generations=parts.leases.generations,
         next_admitted_no=parts.running.next_no,
-        parked=[(p.order_no, p.admit) for p in sorted(parts.room, key=lambda parked: parked.order_no)],
+        parked=[(p.order_no, p.admit, p.passed_bytes) for p in sorted(parts.room, key=lambda parked: parked.order_no)],
         next_order_no=parts.room.next_order_no,
-        virtual_time=parts.room.virtual_time,
         blocked=parts.room.blocked,
         sessions=list(parts.sessions.highest.items()),
         session_tails=parts.sessions.tails,
@@ -223,7 +220,6 @@ def _thaw(pool: _Pool) -> PoolParts:
             tenant=entry.tenant, share_group=entry.share_group,
         )  # fmt: skip
         namespace = book.add(command)
-        namespace.virtual_time = entry.virtual_time
         counters = entry.counters
         namespace.lookup_tokens, namespace.hit_tokens, namespace.num_admitted, namespace.num_preempted = counters
         namespace.evicted_blocks = dict(entry.evicted_blocks)
@@ -254,9 +250,9 @@ def _thaw(pool: _Pool) -> PoolParts:
                 extent.num_referenced += 1
                 ledger.num_referenced += 1
                 holding.used_blocks += 1
-                namespace.used_bytes += space.block_bytes
+                namespace.charge(space.block_bytes, 0)
             else:
-                namespace.cached_bytes += space.block_bytes
+                namespace.charge(0, space.block_bytes)
         for item in space_record.blocks:
             if item.realm_no >= 0:
                 parent = found[item.parent] if item.parent >= 0 else None
@@ -270,14 +266,11 @@ def _thaw(pool: _Pool) -> PoolParts:
         parts.running.add(sequence)
     parts.leases.ended = {lease_id: (call_no, answer) for lease_id, call_no, answer in pool.ended}
     parts.leases.generations = list(pool.generations)
-    for order_no, admit in pool.parked:
+    for order_no, admit, passed_bytes in pool.parked:
         namespace = book.namespaces[admit.namespace_id]
-        virtual_time = namespace.virtual_time
-        parts.room.add(Parked(admit, parts.leases.leases[admit.lease_id], namespace, order_no))
-        namespace.virtual_time = virtual_time
+        parts.room.add(Parked(admit, parts.leases.leases[admit.lease_id], namespace, order_no, passed_bytes))
     parts.running.next_no = pool.next_admitted_no
     parts.room.next_order_no = pool.next_order_no
-    parts.room.virtual_time = pool.virtual_time
     parts.room.blocked = pool.blocked
     parts.sessions.highest.update(pool.sessions)
     parts.sessions.tails.update(pool.session_tails)

@@ -1,8 +1,9 @@
 """Which running sequences have to go when cached memory is not enough.
 
-Candidates are the sequences of borrowers and those of the asker's own namespace: a sequence of a namespace within its
-guarantee never goes for somebody else. Lowest priority first, then borrowers before the guaranteed, then the asker's
-geometry (whose blocks help at once), then the most recently admitted.
+Candidates are the sequences of those who use more than they are guaranteed, and those of the asker's own namespace: a
+sequence of a namespace within its guarantee never goes for somebody else, whatever its namespace has cached. Lowest
+priority first, then borrowers before the guaranteed, then the asker's geometry (whose blocks help at once), then the
+most recently admitted.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ def choose_victims(
     shortage: Shortage,
     *,
     asker: Sequence | None,
-    entitled: bool,
+    entitled: Namespace | None,
 ) -> list[Sequence]:
     """Sequences to preempt now so that `namespace` gets what it lacks; those told before count first.
 
-    `entitled`: the namespace stays within its guarantee with what it asks for. With an asker the answer may be the
-    asker alone: nobody of lower rank would help. Without one (a parked admission within its guarantee) only borrowers
-    are candidates, and the answer is empty if they would not help either.
+    `entitled`: the one of its lineage whose guarantee covers what it asks for; nobody of that tree has to go for it.
+    With an asker the answer may be the asker alone: nobody of lower rank would help. Without one (a parked admission
+    within a guarantee) only borrowers are candidates, and the answer is empty if they would not help either.
     """
     if asker is not None and asker.preempted:
         return [asker]
-    estimate = _Estimate(namespace, space, limit_only=shortage.kind == "limit")
+    estimate = _Estimate(namespace, space, shortage.account)
     candidates: list[Sequence] = []
     for sequence in running:
         if sequence.preempted:
@@ -41,7 +42,7 @@ def choose_victims(
         elif sequence.namespace is namespace:
             if asker is not None:
                 candidates.append(sequence)
-        elif sequence.namespace.is_borrower and shortage.kind == "memory":
+        elif _may_go(sequence.namespace, namespace, shortage, entitled):
             candidates.append(sequence)
     needed = shortage.num_missing
     if estimate.num_freed >= needed:
@@ -49,7 +50,7 @@ def choose_victims(
 
     def rank(sequence: Sequence) -> tuple[int, bool, bool, int]:
         owner = sequence.namespace
-        borrows = not entitled if owner is namespace else owner.is_borrower
+        borrows = owner is not namespace or entitled is None
         return (sequence.admit.priority, not borrows, sequence.space is not space, -sequence.admitted_no)
 
     chosen: list[Sequence] = []
@@ -63,18 +64,61 @@ def choose_victims(
     return []
 
 
+def choose_surplus(running: Iterable[Sequence], account: Namespace) -> list[Sequence]:
+    """Sequences that have to go because a limit was lowered below what the namespace and those below it use; lowest
+    priority first, then the most recently admitted. Nobody below it falls under its own guarantee if others can go."""
+    surplus = account.tree_used_bytes - account.quota.limit_bytes
+    left = {a: a.tree_used_bytes - a.guaranteed_bytes for s in running for a in s.namespace.accounts_against(account)}
+    dropped: dict[Block, int] = {}
+    chosen: list[Sequence] = []
+
+    def drop(sequence: Sequence) -> int:
+        freed = 0
+        for block in sequence.references():
+            dropped[block] = dropped.get(block, 0) + 1
+            owner = block.holding.namespace
+            if dropped[block] == block.refs and account.contains(owner):
+                freed += block.holding.space.block_bytes
+                for each in owner.lineage():
+                    left[each] = left.get(each, 0) - block.holding.space.block_bytes
+        return freed
+
+    below = [sequence for sequence in running if account.contains(sequence.namespace)]
+    for sequence in below:
+        if sequence.preempted:
+            surplus -= drop(sequence)
+    for sequence in sorted(below, key=lambda each: (each.admit.priority, -each.admitted_no)):
+        if surplus <= 0:
+            break
+        within = any(
+            left[each] <= 0 for each in sequence.namespace.lineage() if each is not account and account.contains(each)
+        )
+        if not sequence.preempted and not within:
+            chosen.append(sequence)
+            surplus -= drop(sequence)
+    return chosen
+
+
+def _may_go(owner: Namespace, namespace: Namespace, shortage: Shortage, entitled: Namespace | None) -> bool:
+    """Whether running sequences of another namespace may be preempted for this one."""
+    if shortage.account is not None and not shortage.account.contains(owner):
+        return False
+    return owner.may_be_preempted_for(namespace) and (entitled is None or not entitled.contains(owner))
+
+
 class _Estimate:
     """Blocks of the asker's geometry that become available when sequences go."""
 
-    def __init__(self, namespace: Namespace, space: GeometrySpace, *, limit_only: bool) -> None:
+    def __init__(self, namespace: Namespace, space: GeometrySpace, account: Namespace | None) -> None:
+        """`account`: whose limit is short; None: memory is."""
         self.namespace = namespace
         self.space = space
-        self.limit_only = limit_only
+        self.account = account
         self.num_freed = 0
         self._dropped: dict[Block, int] = {}
         self._left_in_extent: dict[Extent, int] = {}
-        #: Bytes that each borrower can still lose before it is down to its guarantee.
-        self._excess: dict[int, int] = {}
+        #: Bytes that each account can still lose before it is down to its guarantee. Its cache is gone by then.
+        self._excess: dict[Namespace, int] = {}
 
     def add(self, sequence: Sequence) -> None:
         for block in sequence.references():
@@ -84,13 +128,15 @@ class _Estimate:
 
     def _count(self, block: Block) -> None:
         owner = block.holding.namespace
-        if self.limit_only:
-            self.num_freed += owner is self.namespace
+        if self.account is not None:
+            self.num_freed += self.account.contains(owner)
         elif block.holding.space is self.space:
-            left = self._excess.get(owner.order, owner.held_bytes - owner.guaranteed_bytes)
-            self._excess[owner.order] = left - self.space.block_bytes
-            if owner is self.namespace or block.block_hash is None or left > 0:
-                self.num_freed += 1
+            spare = True
+            for account in owner.accounts_against(self.namespace):
+                left = self._excess.get(account, account.tree_used_bytes - account.guaranteed_bytes)
+                self._excess[account] = left - self.space.block_bytes
+                spare = spare and left > 0
+            self.num_freed += spare or block.block_hash is None
         else:
             left = self._left_in_extent.get(block.extent, block.extent.num_referenced) - 1
             self._left_in_extent[block.extent] = left

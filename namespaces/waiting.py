@@ -1,8 +1,11 @@
 """Parked admissions: fair between namespaces, first come first served inside one.
 
-Between namespaces the one with the least virtual time (bytes granted over weight) is next; who was idle starts at the
-present, so nobody saves up. When the next one lacks memory, nobody behind it may take any: a large request is not
-starved by small ones. Requests within a guarantee pass those that would borrow.
+Between namespaces the one that uses least above its guarantee, for its weight, is next (`Namespace.standing`): shares
+of the memory converge to guarantee plus weighted remainder, however long requests run, and nobody saves up by idling.
+
+When the next one lacks memory, it is passed only by requests within a guarantee, and by those of namespaces that stay
+within their fair share (namespaces/fair_share.py); of the latter it lets no more pass than the arena holds. So a
+request that has to wait for much memory neither is starved by small ones nor stops everybody else's share.
 """
 
 from __future__ import annotations
@@ -18,20 +21,27 @@ from remora.namespaces.quotas import Namespace
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import NamespaceId
 
-#: Who lacks memory at the head of the room: newcomers of the same kind, and all borrowers, line up behind.
+#: Who lacks memory at the head of the room: newcomers of the same kind, and borrowers, do not simply go ahead.
 Blocked = Literal["", "guaranteed", "borrowed"]
 
 
 class Parked:
     """An admission that waits."""
 
-    __slots__ = ("admit", "lease", "namespace", "order_no")
+    __slots__ = ("admit", "lease", "namespace", "order_no", "passed_bytes")
 
-    def __init__(self, admit: Admit, lease: Lease, namespace: Namespace, order_no: int) -> None:
+    def __init__(self, admit: Admit, lease: Lease, namespace: Namespace, order_no: int, passed_bytes: int = 0) -> None:
         self.admit = admit
         self.lease = lease
         self.namespace = namespace
         self.order_no = order_no
+        #: Granted to borrowers behind it while it lacked memory.
+        self.passed_bytes = passed_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """What it asks for, without regard to what is cached."""
+        return self.admit.num_blocks * self.lease.space.block_bytes
 
 
 class WaitingRoom:
@@ -41,8 +51,6 @@ class WaitingRoom:
         self._queues: dict[NamespaceId, OrderedDict[int, Parked]] = {}
         self._deadlines: list[tuple[float, int, Parked]] = []
         self.next_order_no = 1
-        #: Virtual time of the last grant.
-        self.virtual_time = 0.0
         self.blocked: Blocked = ""
 
     def __len__(self) -> int:
@@ -55,10 +63,7 @@ class WaitingRoom:
     def waiting_in(self, namespace: Namespace) -> int:
         return len(self._queues.get(namespace.namespace_id, ()))
 
-    def in_front_of(self, namespace: Namespace, *, entitled: bool) -> bool:
-        """Whether a newcomer has to line up."""
-        if self.blocked == "guaranteed" or (self.blocked and not entitled):
-            return True
+    def has_line(self, namespace: Namespace) -> bool:
         return namespace.namespace_id in self._queues
 
     def add(self, parked: Parked) -> int:
@@ -66,7 +71,6 @@ class WaitingRoom:
         namespace = parked.namespace
         queue = self._queues.get(namespace.namespace_id)
         if queue is None:
-            namespace.virtual_time = max(namespace.virtual_time, self.virtual_time)
             queue = self._queues[namespace.namespace_id] = OrderedDict()
         queue[parked.order_no] = parked
         self.next_order_no = max(self.next_order_no, parked.order_no + 1)
@@ -86,15 +90,7 @@ class WaitingRoom:
     def heads(self) -> list[Parked]:
         """First of each namespace's line, the fairest next one first."""
         first = [next(iter(queue.values())) for queue in self._queues.values()]
-        return sorted(first, key=lambda parked: (parked.namespace.virtual_time, parked.order_no))
-
-    def charge(self, namespace: Namespace, num_bytes: int) -> None:
-        """Memory was granted, parked before or not."""
-        start = namespace.virtual_time
-        if namespace.namespace_id not in self._queues:
-            start = max(start, self.virtual_time)
-        self.virtual_time = max(start, self.virtual_time)
-        namespace.virtual_time = start + num_bytes / namespace.quota.weight
+        return sorted(first, key=lambda parked: (parked.namespace.standing(), parked.order_no))
 
     def pop_expired(self, now_s: float) -> Parked | None:
         """A parked admission whose deadline has passed; it still has to be removed."""

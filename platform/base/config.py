@@ -79,7 +79,10 @@ class ModelConfig(_Section):
 
 
 class NamespaceConfig(_Section):
-    """A share of a device's arena for one model: `guaranteed <= limit`, idle memory in between is borrowed."""
+    """A share of a device's arena for one model: `guaranteed <= limit`, idle memory in between is borrowed.
+
+    `a/b` is a part of `a`, if there is one: guarantee and limit of `a` count what is below it.
+    """
 
     name: NamespaceName
     model: Name
@@ -186,7 +189,21 @@ class RemoraConfig(_Section):
                     f"namespaces.{namespace.name}.guaranteed: {namespace.guaranteed} bytes exceed its limit "
                     f"of {namespace.limit} bytes"
                 )
-            guaranteed[models[namespace.model].device] += namespace.guaranteed
+            parent = self._parent_of(namespace)
+            if parent is None:
+                guaranteed[models[namespace.model].device] += namespace.guaranteed
+            elif parent.model != namespace.model:
+                raise ValueError(
+                    f"namespaces.{namespace.name}.model: {namespace.model!r}, but its parent {parent.name!r} is of "
+                    f"model {parent.model!r}"
+                )
+        for parent in self.namespaces:
+            below = sum(each.guaranteed for each in self.namespaces if self._parent_of(each) is parent)
+            if below > parent.guaranteed:
+                raise ValueError(
+                    f"namespaces.{parent.name}.guaranteed: {int(parent.guaranteed)} bytes, but those below it are "
+                    f"guaranteed {below} bytes, which are parts of it"
+                )
         for device in self.devices:
             if guaranteed[device.name] > device.arena_bytes:
                 raise ValueError(
@@ -199,6 +216,11 @@ class RemoraConfig(_Section):
                     f"at most half of arena_bytes ({int(device.arena_bytes)})"
                 )
         return self
+
+    def _parent_of(self, namespace: NamespaceConfig) -> NamespaceConfig | None:
+        """The closest configured namespace above it in the tree of names."""
+        above = [each for each in self.namespaces if namespace.name.startswith(f"{each.name}/")]
+        return max(above, key=lambda each: len(each.name), default=None)
 
     def namespaces_of(self, model_name: str) -> tuple[NamespaceConfig, ...]:
         """The model's namespaces, its default first. A model without any gets one of its own name."""

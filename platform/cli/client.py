@@ -63,6 +63,16 @@ def get_json(client: httpx.Client, path: str) -> Any:
     return response.json()
 
 
+def send_json(client: httpx.Client, method: str, path: str, body: Any) -> Any:
+    """Raises CannotReach or ServerRefused."""
+    try:
+        response = client.request(method, path, json=body)
+    except httpx.HTTPError as error:
+        raise cannot_reach(client, error) from None
+    check(response)
+    return response.json()
+
+
 def cannot_reach(client: httpx.Client, error: httpx.HTTPError) -> CannotReach:
     """The error as one sentence."""
     return CannotReach(

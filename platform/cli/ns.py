@@ -8,9 +8,11 @@ from typing import Any
 import click
 
 from remora.platform.base.errors import NotFound
-from remora.platform.cli.client import get_json, make_client, url_option
+from remora.platform.cli.client import get_json, make_client, send_json, url_option
 from remora.platform.cli.progress import size_text
 from remora.platform.cli.table import print_table
+
+_HEADINGS = ["NAMESPACE", "MODEL", "GUARANTEED", "LIMIT", "WEIGHT", "USED", "CACHED", "BORROWED"]
 
 
 @click.group()
@@ -25,7 +27,7 @@ def list_namespaces(url: str | None) -> None:
     with make_client(url) as client:
         found = get_json(client, "/v1/namespaces")["data"]
     print_table(
-        ["NAMESPACE", "MODEL", "GUARANTEED", "LIMIT", "WEIGHT", "USED", "CACHED", "BORROWED"],
+        _HEADINGS,
         [_row(each) for each in found],
     )
 
@@ -42,6 +44,23 @@ def show(name: str, url: str | None) -> None:
             click.echo(json.dumps(each, indent=2))
             return
     raise NotFound(f"no namespace {name!r}; one of: {', '.join(each['id'] for each in found)}")
+
+
+@ns.command(name="set")
+@click.argument("name")
+@click.option("--guaranteed", help="What nobody can take from it, e.g. 512MiB.")
+@click.option("--limit", help="What it may hold at most.")
+@click.option("--weight", type=float, help="Its part of what is left over, against the others' weights.")
+@url_option
+def set_quota(name: str, guaranteed: str | None, limit: str | None, weight: float | None, url: str | None) -> None:
+    """Changes a namespace's quota in every pool, at once; lasts until the platform starts anew."""
+    wanted = {"guaranteed": guaranteed, "limit": limit, "weight": weight}
+    body = {key: value for key, value in wanted.items() if value is not None}
+    if not body:
+        raise click.UsageError("give at least one of --guaranteed, --limit and --weight")
+    with make_client(url) as client:
+        found = send_json(client, "PUT", f"/v1/namespaces/{name}", body)
+    print_table(_HEADINGS, [_row(found)])
 
 
 @ns.command()

@@ -17,6 +17,7 @@ from remora.platform.http.disconnect import ClientGone
 from remora.platform.http.errors import install_error_handlers
 from remora.platform.http.http_stats import CountAnswers
 from remora.platform.http.models_routes import model_routes
+from remora.platform.http.namespaces import namespace_routes
 from remora.platform.http.page import page_routes
 from remora.platform.http.services import Services
 from remora.platform.http.session_moves import move_routes
@@ -53,6 +54,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> FastAPI:
     app.include_router(move_routes(services))
     app.include_router(trace_routes(services))
     app.include_router(admin_routes(services))
+    app.include_router(namespace_routes(services))
     app.include_router(page_routes())
     access = Access(services.config, services.core.catalog, SystemClock(), services.stats)
     app.add_middleware(Authenticate, access=access, sessions=services.turns.port)

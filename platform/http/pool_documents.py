@@ -9,6 +9,7 @@ import msgspec
 
 from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.catalog import Catalog
+from remora.namespaces.quota_changes import quota_of
 from remora.platform.base.ids import NamespaceId
 
 Pools = Mapping[str, PoolDescription]
@@ -47,21 +48,30 @@ def pool_document(pool_id: str, pool: PoolDescription) -> dict[str, Any]:
 
 
 def namespace_document(catalog: Catalog, pools: Pools, namespace_id: NamespaceId) -> dict[str, Any]:
-    """Configuration of one namespace, and what it holds in each pool."""
+    """One namespace with its quota in a pool, and what it holds in each; as configured where no pool has it."""
     namespace = catalog.namespaces[namespace_id]
+    reports = {
+        pool_id: report
+        for pool_id, pool in sorted(pools.items())
+        for report in pool.report.namespaces
+        if report.namespace_id == namespace_id
+    }
+    quota = next((quota_of(report) for report in reports.values()), None)
+    if quota is None:
+        limit_bytes = None if namespace.limit is None else int(namespace.limit)
+        guaranteed_bytes, weight = int(namespace.guaranteed), namespace.weight
+    else:
+        arena_bytes = max(pool.report.data_bytes for pool in pools.values())
+        limit_bytes = None if quota.limit_bytes >= arena_bytes else quota.limit_bytes
+        guaranteed_bytes, weight = quota.guaranteed_bytes, quota.weight
     return {
         "id": namespace_id,
         "object": "namespace",
         "model": namespace.model,
         "tenant": namespace.tenant,
         "share_group": namespace.share_group,
-        "weight": namespace.weight,
-        "guaranteed_bytes": int(namespace.guaranteed),
-        "limit_bytes": None if namespace.limit is None else int(namespace.limit),
-        "pools": {
-            pool_id: msgspec.to_builtins(report)
-            for pool_id, pool in sorted(pools.items())
-            for report in pool.report.namespaces
-            if report.namespace_id == namespace_id
-        },
+        "weight": weight,
+        "guaranteed_bytes": guaranteed_bytes,
+        "limit_bytes": limit_bytes,
+        "pools": {pool_id: msgspec.to_builtins(report) for pool_id, report in reports.items()},
     }

@@ -11,8 +11,9 @@ from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
+from remora.namespaces.commands import Quota
 from remora.platform.base.config import ModelConfig, RemoraConfig
-from remora.platform.base.ids import ModelId
+from remora.platform.base.ids import ModelId, NamespaceId
 from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import RouterFamilies
@@ -27,6 +28,10 @@ class PoolReports(Protocol):
 
     async def reports(self) -> Mapping[str, PoolDescription]:
         """Pool id → description, of the pools that answer in time."""
+        ...
+
+    async def set_quota(self, namespace_id: NamespaceId, change: Callable[[Quota], Quota]) -> None:
+        """Changes a namespace's quota in every pool that has it. Raises InvalidRequest, Unavailable."""
         ...
 
 

@@ -56,6 +56,8 @@ class Spec:
 #: Guarantees need 1 + 1 + 2 of the 5 extents.
 SPECS = {
     "alone": Spec("m1", "", "", EXTENT_BYTES // 2, DATA_BYTES, 1.0),
+    "alone/a": Spec("m1", "", "", EXTENT_BYTES // 4, DATA_BYTES, 1.0),
+    "alone/b": Spec("m1", "", "", 0, 24 * BLOCK_BYTES, 2.0),
     "group-a": Spec("m1", "t", "g", EXTENT_BYTES // 4, DATA_BYTES, 2.0),
     "group-b": Spec("m1", "t", "g", 0, 40 * BLOCK_BYTES, 1.0),
     "two": Spec("m2", "t", "g", EXTENT_BYTES, DATA_BYTES, 1.0),

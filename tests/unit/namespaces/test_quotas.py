@@ -125,11 +125,102 @@ def test_lowering_a_limit_revokes_cached_blocks_at_once() -> None:
 
 def test_lowering_a_limit_below_a_parked_request_denies_it() -> None:
     driver, replica = two_namespaces(a=0, b=0)
-    replica.run("s", "a", prompt(30))
+    replica.run("s", "b", prompt(30))
     assert isinstance(replica.admit("t", "a", prompt(10, start=1)), Wait)
     driver.quota("a", limit=9 * BLOCK_BYTES)
     (event,) = replica.events()
     assert isinstance(event, Denied)
+
+
+def test_lowering_a_limit_below_what_runs_preempts_the_most_recent_of_the_lowest_priority() -> None:
+    driver, replica = two_namespaces(a=0, b=0)
+    replica.run("first", "a", prompt(6))
+    replica.run("urgent", "a", prompt(6, start=1), priority=1)
+    replica.run("last", "a", prompt(6, start=2))
+    replica.run("other", "b", prompt(6, start=3))
+    driver.quota("a", limit=12 * BLOCK_BYTES)
+    assert [event.sequence_id for event in replica.events() if isinstance(event, Preempt)] == ["last"]
+    driver.quota("a", limit=11 * BLOCK_BYTES)
+    assert [event.sequence_id for event in replica.events() if isinstance(event, Preempt)] == ["first"]
+    replica.release("first", "last")
+    assert held(driver, "a") == 11, "what they left as cache counts against the limit too"
+    assert driver.report("b").num_preempted == 0
+
+
+def test_a_running_sequence_within_a_guarantee_stays_although_its_namespace_borrows_with_its_cache() -> None:
+    driver, replica = two_namespaces(a=8, b=16)
+    driver.namespace("c")
+    replica.cache("cached", "a", prompt(8))
+    replica.run("runs", "a", prompt(8, start=1))
+    replica.run("borrows", "c", prompt(12, start=2))
+    assert isinstance(replica.admit("s", "b", prompt(16, start=3)), Wait)
+    (event,) = replica.events()
+    assert isinstance(event, Preempt)
+    assert event.sequence_id == "borrows"
+
+
+def tree(**guaranteed: int) -> tuple[Driver, Replica]:
+    """Namespaces `x` with children `x/a` and `x/b`, and `y` beside them, in 32 blocks; guarantees in blocks."""
+    driver = Driver(num_extents=2)
+    for name, key in (("x", "x"), ("x/a", "a"), ("x/b", "b"), ("y", "y")):
+        driver.namespace(name, guaranteed=guaranteed.get(key, 0) * BLOCK_BYTES)
+    return driver, driver.lease()
+
+
+def test_guarantees_of_children_are_parts_of_their_parents() -> None:
+    driver, _ = tree(x=16, a=8, y=16)
+    assert driver.quota("x/b", guaranteed=9 * BLOCK_BYTES).error == "ConfigError"
+    assert driver.quota("x", guaranteed=7 * BLOCK_BYTES).error == "ConfigError"
+    assert driver.quota("x/c", model="other").error == "ConfigError"
+    assert isinstance(driver.quota("x/b", guaranteed=8 * BLOCK_BYTES), QuotaSet)
+
+
+def test_what_a_parents_guarantee_leaves_over_protects_whoever_of_the_tree_holds_it() -> None:
+    driver, replica = tree(x=16, a=4, y=16)
+    replica.cache("s", "x/b", prompt(16))
+    replica.cache("t", "y", prompt(16, start=1))
+    assert isinstance(replica.admit("u", "y", prompt(17, start=2)), OverQuota), "nobody outside can take it"
+    assert held(driver, "x/b") == 16
+    assert isinstance(replica.admit("v", "x/a", prompt(4, start=3)), Admitted), "a brother within his guarantee can"
+    assert (held(driver, "x/a"), held(driver, "x/b")) == (4, 12)
+
+
+def test_a_tree_within_its_guarantee_preempts_borrowers_outside_but_not_its_own_members() -> None:
+    driver, replica = tree(x=16, y=0)
+    replica.run("brother", "x/b", prompt(8))
+    replica.run("borrower", "y", prompt(24, start=1))
+    assert isinstance(replica.admit("s", "x/a", prompt(8, start=2)), Wait)
+    assert [event.sequence_id for event in replica.events() if isinstance(event, Preempt)] == ["borrower"]
+    replica.release("borrower")
+    assert [type(event) for event in replica.events()] == [Granted]
+    assert driver.report("x/b").num_preempted == 0
+
+
+def test_the_limit_of_a_parent_holds_for_all_below_it() -> None:
+    driver, replica = tree(x=8, a=8)
+    driver.quota("x", guaranteed=8 * BLOCK_BYTES, limit=16 * BLOCK_BYTES)
+    replica.run("b", "x/b", prompt(12))
+    assert isinstance(replica.admit("c", "x/b", prompt(5, start=1)), Wait)
+    assert isinstance(replica.admit("d", "x/b", prompt(17, start=2)), OverQuota)
+    assert isinstance(replica.admit("a", "x/a", prompt(6, start=3)), Wait)
+    assert [event.sequence_id for event in replica.events() if isinstance(event, Preempt)] == ["b"]
+    replica.release("b")
+    granted = [event.admitted.sequence_id for event in replica.events() if isinstance(event, Granted)]
+    assert granted == ["a", "c"]
+    assert driver.report("x").used_bytes == 0
+    assert sum(held(driver, name) for name in ("x", "x/a", "x/b")) <= 16
+
+
+def test_a_parent_that_comes_after_its_children_takes_them_in() -> None:
+    driver = Driver(num_extents=2)
+    driver.namespace("x/a", guaranteed=4 * BLOCK_BYTES)
+    replica = driver.lease()
+    replica.run("s", "x/a", prompt(6))
+    driver.namespace("x", guaranteed=4 * BLOCK_BYTES, limit=8 * BLOCK_BYTES)
+    assert isinstance(replica.admit("t", "x", prompt(3, start=1)), Wait)
+    driver.restart()
+    replica.release("s")
+    assert isinstance(replica.events()[-1], Granted)
 
 
 def test_a_guarantee_gets_borrowed_memory_back_that_is_in_use() -> None:

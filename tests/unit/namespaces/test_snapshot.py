@@ -23,7 +23,7 @@ def contended() -> tuple[Driver, list[Replica]]:
             replicas[number].run(f"run{turn}", "abc"[number], tokens, priority=turn)
     replicas[1].admit("big", "b", prompt(12, start=9))
     for number, replica in enumerate(replicas):
-        replica.admit("wait", "abc"[number], prompt(30, start=20 + number), deadline_s=5.0 + number)
+        replica.admit("wait", "abc"[number], prompt(20, start=20 + number), deadline_s=5.0 + number)
     replicas[2].extend("run1", num_blocks=3)
     return driver, replicas
 
@@ -62,7 +62,7 @@ def test_a_newcomer_lines_up_after_a_restart_as_it_would_have_before() -> None:
     replica.run("run", "a", prompt(10))
     assert isinstance(replica.admit("large", "b", prompt(12, start=1)), Wait)
     driver.restart()
-    assert isinstance(replica.admit("small", "c", prompt(2, start=2)), Wait)
+    assert isinstance(replica.admit("small", "c", prompt(6, start=2)), Wait), "more than its fair share"
 
 
 def test_what_former_geometries_and_tenants_left_behind_is_remembered() -> None:

@@ -32,12 +32,26 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
     for number in range(3):
         replica.admit(f"small{number}", "a", prompt(4, start=number))
     assert isinstance(replica.admit("large", "b", prompt(16, start=50)), Wait)
-    for number in range(4, 8):
+    for number in range(3, 20):
         assert isinstance(replica.admit(f"small{number}", "a", prompt(4, start=number)), Wait), "it would fit"
-    for number in range(3):
-        assert granted(replica) == []
-        replica.release(f"small{number}")
-    assert granted(replica) == ["large"]
+    running, order = ["small0", "small1", "small2"], []
+    while "large" not in order:
+        replica.release(running.pop(0))
+        order += (new := granted(replica))
+        running += new
+        assert len(running) <= 2 or "large" in new, "a keeps its fair share, no more"
+    assert order == ["small3", "small4", "small5", "small6", "large"], "as much as the arena holds has passed it"
+
+
+def test_a_borrower_that_lacks_memory_does_not_hold_back_others_within_their_fair_share() -> None:
+    _driver, replica = setup(a=1.0, b=1.0, c=1.0)
+    replica.run("run", "a", prompt(8))
+    assert isinstance(replica.admit("large", "b", prompt(10, start=1)), Wait)
+    assert isinstance(replica.admit("more", "a", prompt(1, start=2)), Wait), "a has more than its third"
+    assert isinstance(replica.admit("small", "c", prompt(5, start=3)), Admitted)
+    assert isinstance(replica.admit("next", "c", prompt(1, start=4)), Wait), "and now c has its third"
+    replica.release("run")
+    assert granted(replica) == ["large", "more"]
 
 
 def test_memory_goes_round_by_weight() -> None:

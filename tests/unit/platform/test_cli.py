@@ -181,6 +181,12 @@ def test_ns_list_adds_up_the_pools_and_show_prints_one(run: Run, server: FakeSer
     assert (missing.code, missing.err) == (1, "remora: no namespace 'cat'; one of: chat\n")
 
 
+def test_ns_set_asks_for_something_to_change(run: Run, server: FakeServer) -> None:
+    ran = run("ns", "set", "chat", "--url", server.url)
+    assert ran.code == 2
+    assert "at least one of --guaranteed" in ran.err
+
+
 def test_ns_advise_says_what_more_memory_would_gain(run: Run, server: FakeServer) -> None:
     curve = [{"size_bytes": 1024, "hit_rate": 0.25}, {"size_bytes": 4096, "hit_rate": 0.5}]
     advice = {"working_set_bytes": 8192, "curve": curve, "enough_bytes": 4096}

@@ -285,6 +285,9 @@ class _NoPools:
     async def reports(self) -> dict[str, Any]:
         return {}
 
+    async def set_quota(self, namespace_id: str, change: Any) -> None:
+        raise Unavailable("no pool")
+
 
 class Server:
     """The HTTP face on a real socket in the test's own loop, on one fake replica that steps by itself."""

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remora.cache_actors.pool_settings import POOL_LEASE
-from remora.deployments.quota_update import quota_changes
 from remora.namespaces.commands import Quota, SetQuota
+from remora.namespaces.quota_changes import quota_changes
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.ids import ModelId, NamespaceId
 
@@ -60,6 +60,19 @@ def test_a_changed_limit_and_a_new_namespace_are_told() -> None:
 
 def test_a_namespace_that_is_no_more_gives_its_guarantee_up() -> None:
     assert quota_changes([report("gone", 10)], [command("a", 90)])[0] == command("gone", 0)
+
+
+def test_guarantees_in_a_tree_go_up_from_the_root_and_down_from_the_leaves() -> None:
+    small, large = [command("a", 10), command("a/b", 10)], [command("a", 20), command("a/b", 20)]
+    present = [report("a", 10), report("a/b", 10)]
+    assert [each.namespace_id for each in quota_changes(present, large[::-1])] == ["a", "a/b"]
+    present = [report("a", 20), report("a/b", 20)]
+    assert [each.namespace_id for each in quota_changes(present, small)] == ["a/b", "a"]
+
+
+def test_a_parent_that_is_no_more_keeps_what_its_children_are_guaranteed() -> None:
+    changes = quota_changes([report("a", 30), report("a/b", 10)], [command("a/b", 15)])
+    assert changes == [command("a", 15), command("a/b", 15)]
 
 
 _guarantees = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 100)).filter(

@@ -1,0 +1,71 @@
+"""What operators change about namespaces while everything runs. What they hold: platform/http/admin.py."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec.json import encode as to_json
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+
+from remora.namespaces.commands import Quota
+from remora.platform.base.errors import NotFound
+from remora.platform.base.ids import NamespaceId
+from remora.platform.http.body import read_model
+from remora.platform.http.openapi import json_body
+from remora.platform.http.pool_documents import namespace_document
+from remora.platform.http.services import Services
+
+
+class QuotaBody(BaseModel):
+    """PUT /v1/namespaces/{name}: what is given changes. Sizes are bytes, or texts such as "512MiB"."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    guaranteed: Annotated[ByteSize, Field(ge=0)] | None = None
+    limit: Annotated[ByteSize, Field(ge=0)] | None = None
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> QuotaBody:
+        if self.guaranteed is None and self.limit is None and self.weight is None:
+            raise ValueError("give at least one of guaranteed, limit and weight")
+        return self
+
+    def change(self, quota: Quota) -> Quota:
+        """The quota with what was given in place of what it had."""
+        given: dict[str, float | int] = {}
+        if self.guaranteed is not None:
+            given["guaranteed_bytes"] = int(self.guaranteed)
+        if self.limit is not None:
+            given["limit_bytes"] = int(self.limit)
+        if self.weight is not None:
+            given["weight"] = self.weight
+        return msgspec.structs.replace(quota, **given)
+
+
+def namespace_routes(services: Services) -> APIRouter:
+    router = APIRouter()
+    catalog = services.core.catalog
+    max_bytes = services.config.http.max_body_bytes
+
+    def known(name: str) -> NamespaceId:
+        if name not in catalog.namespaces:
+            names = ", ".join(sorted(catalog.namespaces))
+            raise NotFound(f"There is no namespace {name!r}; one of: {names}.", field="namespace")
+        return NamespaceId(name)
+
+    async def document(namespace_id: NamespaceId) -> Response:
+        found = namespace_document(catalog, await services.pools.reports(), namespace_id)
+        return Response(to_json(found), media_type="application/json")
+
+    @router.put("/v1/namespaces/{name:path}", openapi_extra=json_body(QuotaBody))
+    async def set_quota(request: Request, name: str) -> Response:
+        """Changes its quota in every pool, at once: cached blocks above a lowered limit go, then running sequences."""
+        namespace_id = known(name)
+        body = await read_model(request, QuotaBody, max_bytes)
+        await services.pools.set_quota(namespace_id, body.change)
+        return await document(namespace_id)
+
+    return router

@@ -1,0 +1,101 @@
+"""PUT /v1/namespaces/{name}: what reaches the pools, and what is refused before."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from remora.deployments import pool_reports
+from remora.deployments.pool_reports import ClusterPools
+from remora.namespaces.commands import Quota, SetQuota
+from remora.namespaces.pool import PoolState, PoolStateConfig
+from remora.platform.base.errors import InvalidRequest, Unavailable
+from remora.platform.base.ids import LeaseId, ModelId, NamespaceId
+from remora.platform.http.namespaces import QuotaBody
+
+MIB = 1 << 20
+CHAT = NamespaceId("chat")
+
+
+class FakePool:
+    """A pool actor's handle over a real pool state."""
+
+    def __init__(self, name: str, arena_bytes: int = 8 * MIB) -> None:
+        self.state = PoolState(PoolStateConfig(data_bytes=arena_bytes, extent_bytes=MIB, reserved_bytes=0))
+        self.binding = SimpleNamespace(pool_id=name)
+        quota = Quota(guaranteed_bytes=MIB, limit_bytes=arena_bytes)
+        self._set(SetQuota(lease_id=LeaseId(""), namespace_id=CHAT, model_id=ModelId("m"), quota=quota))
+
+    def _set(self, command: SetQuota) -> Any:
+        return self.state.apply(command, 0.0)
+
+    @property
+    def describe(self) -> Any:
+        return _remote(lambda: SimpleNamespace(binding=self.binding, report=self.state.describe()))
+
+    @property
+    def set_quota(self) -> Any:
+        return _remote(self._set)
+
+    @property
+    def quota(self) -> Quota:
+        return self.state._parts.book.namespaces[CHAT].quota
+
+
+def _remote(method: Any) -> Any:
+    async def call(*args: Any) -> Any:
+        return method(*args)
+
+    return SimpleNamespace(remote=call)
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
+    found = [FakePool("one"), FakePool("two", 4 * MIB)]
+    monkeypatch.setattr(pool_reports, "find_pools", lambda _: found)
+    return found
+
+
+async def test_a_changed_quota_reaches_every_pool_and_leaves_the_rest_as_it_was(pools: list[FakePool]) -> None:
+    await ClusterPools("c").set_quota(CHAT, QuotaBody(guaranteed="2MiB").change)
+    assert [pool.quota for pool in pools] == [
+        Quota(guaranteed_bytes=2 * MIB, limit_bytes=8 * MIB),
+        Quota(guaranteed_bytes=2 * MIB, limit_bytes=4 * MIB),
+    ]
+
+
+async def test_what_one_pool_refuses_no_pool_keeps(pools: list[FakePool]) -> None:
+    with pytest.raises(InvalidRequest, match="guaranteed"):
+        await ClusterPools("c").set_quota(CHAT, QuotaBody(guaranteed="6MiB").change)
+    assert [pool.quota.guaranteed_bytes for pool in pools] == [MIB, MIB]
+
+
+async def test_without_a_pool_that_has_the_namespace_the_answer_is_to_try_again(pools: list[FakePool]) -> None:
+    pools.clear()
+    with pytest.raises(Unavailable):
+        await ClusterPools("c").set_quota(CHAT, QuotaBody(weight=2).change)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({}, 400, None),
+        ({"guaranteed": -1}, 400, "guaranteed"),
+        ({"limit": "much"}, 400, "limit"),
+        ({"weight": 0}, 400, "weight"),
+        ({"size": 1}, 400, "size"),
+        ({"limit": "1MiB"}, 503, None),
+    ],
+)
+async def test_a_wrong_quota_names_its_field(http: Any, body: dict[str, Any], status: int, field: str | None) -> None:
+    answer = await asyncio.wait_for(http.put("/v1/namespaces/batch/team-a", json=body), 10)
+    assert answer.status_code == status
+    if field is not None:
+        assert answer.json()["error"]["param"] == field
+
+
+async def test_an_unknown_namespace_is_not_found(http: Any) -> None:
+    assert (await http.put("/v1/namespaces/nobody", json={"weight": 2})).status_code == 404
