@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from remora.deployments.engine.messages import Grammar, SamplingParams
+from remora.namespaces.edits import ContextPlan
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, SessionId
 
 _NO_EPOCH = Epoch(0)
@@ -26,6 +27,8 @@ class GenerationJob:
     session_id: SessionId | None = None
     #: Of the session's turn; attempts count up from it.
     epoch: Epoch = _NO_EPOCH
+    #: Of a session whose context was or may be edited.
+    context: ContextPlan | None = None
     #: The session's last replica, preferred as long as it is not loaded too much.
     owner: ReplicaId | None = None
     #: The replica to use, whatever its load; another one only if it is gone.

@@ -16,6 +16,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     #: KV fingerprint: root of the block hashes that the router computes (namespaces/hashing.py).
     fingerprint: bytes
     block_tokens: int
+    block_bytes: int
     #: Context in tokens, prompt and output together.
     max_model_len: int
     #: Token ids are valid in [0, vocab_size).

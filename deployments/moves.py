@@ -25,6 +25,7 @@ from remora.deployments.generation_job import GenerationJob
 from remora.deployments.placement import Candidate, affinity_key, place
 from remora.deployments.request_stream import RequestStream
 from remora.deployments.router_stats import MoveReason
+from remora.namespaces.edits import ContextPlan
 from remora.namespaces.session_log import EPOCHS_PER_TURN
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import Conflict, InvalidRequest, RemoraError, Unavailable
@@ -72,6 +73,7 @@ def precopy_job(
     target: ReplicaId,
     *,
     priority: int = 0,
+    context: ContextPlan | None = None,
     trace_context: Mapping[str, str] | None = None,
 ) -> GenerationJob:
     """Computes these tokens at the target; the one token that it also generates is for nobody."""
@@ -82,6 +84,7 @@ def precopy_job(
         prompt_token_ids=token_ids,
         sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         priority=priority,
+        context=context,
         target=target,
         trace_context=trace_context,
     )
@@ -132,6 +135,7 @@ class Moves:
                         request.prompt_token_ids + stream.log.token_ids()[0],
                         target,
                         priority=request.priority,
+                        context=request.context,
                         trace_context=request.trace_context,
                     )
                 )

@@ -125,6 +125,7 @@ class ModelReplica:
                 pool_id=self._lease.binding.pool_id,
                 fingerprint=self._model.fingerprint,
                 block_tokens=self._model.geometry.block_tokens,
+                block_bytes=self._model.geometry.block_bytes,
                 max_model_len=self._model.max_model_len,
                 vocab_size=self._model.vocab_size,
                 max_num_seqs=self._model_config.max_num_seqs,

@@ -10,6 +10,7 @@ import msgspec
 
 from remora.deployments.engine.messages import GenerationRequest, TokenDelta
 from remora.deployments.token_log import TokenLog
+from remora.namespaces.edits import ContextOutcome
 from remora.platform.base import errors
 from remora.platform.base.errors import InvalidRequest, OverQuota, RemoraError, RequestError, Unavailable
 from remora.platform.base.ids import Epoch, ReplicaId, RequestId
@@ -58,6 +59,8 @@ class RequestStream:
         #: Attempts that ended because their replica was lost.
         self.num_lost = 0
         self.num_cached_tokens: int | None = None
+        #: Known at the end, if the context was edited.
+        self.context: ContextOutcome | None = None
         #: Where the next attempt should run: the session's last replica if it is not loaded too much; this one if it
         #: is there at all.
         self.owner: ReplicaId | None = None
@@ -140,6 +143,7 @@ class RequestStream:
         if delta.num_cached_tokens is not None and self.num_cached_tokens is None:
             # What a resumed attempt finds cached includes the output; the first answer is the client's.
             self.num_cached_tokens = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))
+        self.context = delta.context or self.context
         self._pending.append(delta)
         self._wake.set()
 

@@ -27,6 +27,7 @@ from remora.deployments.placement import Candidate, Choice, affinity_key, place
 from remora.deployments.replica_connection import Connect, ReplicaConnection
 from remora.deployments.request_stream import RequestStream, error_of
 from remora.deployments.router_stats import ResumeReason, RouterStats
+from remora.namespaces.edits import ContextPlan, chain_edits
 from remora.namespaces.hashing import chain_hashes
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import RemoraConfig
@@ -170,13 +171,15 @@ class RouterCore:
             # Drawn here and not by a replica, so that a resumed request continues the same random stream.
             sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
         root = self.catalog.chain_root(job.namespace_id, card.fingerprint)
+        context = job.context or ContextPlan()
+        hashed = job.prompt_token_ids[: context.horizon(len(job.prompt_token_ids), card.max_model_len)]
         request = GenerationRequest(
             request_id=job.request_id,
             router_id=self.router_id,
             model_id=job.model_id,
             namespace_id=job.namespace_id,
             prompt_token_ids=job.prompt_token_ids,
-            block_hashes=tuple(chain_hashes(root, job.prompt_token_ids, card.block_tokens)),
+            block_hashes=tuple(chain_hashes(root, hashed, card.block_tokens, chain_edits(context.edits))),
             sampling=sampling,
             num_choices=job.num_choices,
             grammar=job.grammar,
@@ -184,6 +187,7 @@ class RouterCore:
             queue_timeout_s=self.config.http.queue_timeout_s,
             session_id=job.session_id,
             epoch=job.epoch,
+            context=job.context,
             trace_context=dict(job.trace_context or {}),
         )
         loop = asyncio.get_running_loop()

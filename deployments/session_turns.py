@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from remora.cache_actors.session_client import SessionPort, ask
+from remora.namespaces.edits import ContextOutcome
 from remora.namespaces.session_commands import (
     AbortTurn,
     BeginTurn,
@@ -67,6 +68,7 @@ class SessionTurn:
         messages_json: bytes = b"[]",
         finish_reason: str = "",
         owner: ReplicaId | None = None,
+        context: ContextOutcome | None = None,
     ) -> None:
         """Appends the turn's own prompt tokens and its answer. Raises Conflict when another writer took over.
 
@@ -82,6 +84,7 @@ class SessionTurn:
             messages_json=messages_json,
             finish_reason=finish_reason,
             owner=owner,
+            context=context,
         )
         self._committing = self._turns.spawn(self._commit(command))
         await asyncio.shield(self._committing)

@@ -94,6 +94,12 @@ class NamespaceConfig(_Section):
     share_group: str = ""
     #: Sessions kept; beyond it the least recently used one that is neither pinned nor in use goes.
     max_sessions: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
+    #: When a session's context is full: "error", or "roll": the older half of what is not kept leaves it.
+    context_overflow: Literal["error", "roll"] = "error"
+    #: Tokens at the beginning that a rolling context keeps.
+    keep_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    #: Most KV of one session; None: what the model's context takes.
+    cache_limit: ByteSize | None = None
 
 
 class TelemetryConfig(_Section):

@@ -14,9 +14,10 @@ from remora.deployments.engine.messages import TokenDelta
 from remora.deployments.generation_job import GenerationJob
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.request_stream import RequestStream
+from remora.deployments.session_context import SessionContext
 from remora.deployments.session_turns import SessionTurn
 from remora.platform.base import telemetry_names as names
-from remora.platform.base.errors import ContextLengthExceeded, InvalidRequest, RemoraError
+from remora.platform.base.errors import InvalidRequest, RemoraError
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, SessionId
 from remora.platform.base.telemetry import fail, inject, start_span
 from remora.platform.http.access import require_session
@@ -136,15 +137,13 @@ class Generation:
         self.system_fingerprint = f"fp_{card.fingerprint.hex()[:12]}"
         tokenizer.check_ids(fields.stop_token_ids or (), field="stop_token_ids")
         tokenizer.check_ids([token_id for token_id, _ in fields.biases()], field="logit_bias")
+        context = SessionContext(card, turn.state if turn else None)
         for prompt in prompts:
             if not prompt:
                 raise InvalidRequest(f"{field}: has no tokens; send at least one.", field=field)
-            room = card.max_model_len - len(prompt)
-            if room < (max_tokens or 1):
-                raise ContextLengthExceeded(len(prompt) + (max_tokens or 1), card.max_model_len, field=field)
+            context.check(len(prompt), max_tokens or 1, field=field)
         for index, prompt in enumerate(prompts):
-            room = card.max_model_len - len(prompt)
-            limit = max_tokens or min(room, default_max_tokens or room)
+            limit = context.output_limit(len(prompt), max_tokens, default_max_tokens)
             if (fields.min_tokens or 0) > limit:
                 raise InvalidRequest(
                     f"min_tokens: {fields.min_tokens} is more than the {limit} tokens allowed.", field="min_tokens"
@@ -153,7 +152,8 @@ class Generation:
                 request_id=RequestId(self.id if len(prompts) == 1 else f"{self.id}-{index}"),
                 model_id=self.model_id,
                 namespace_id=self.namespace_id,
-                prompt_token_ids=prompt,
+                prompt_token_ids=context.engine_tokens(prompt),
+                context=context.plan,
                 sampling=fields.sampling(max_tokens=limit, logprobs=logprobs),
                 num_choices=self.num_choices,
                 grammar=fields.response_format.grammar() if fields.response_format is not None else None,
@@ -221,6 +221,7 @@ class Generation:
             messages_json=self._added.messages_json,
             finish_reason=next((delta.finish_reason for _, delta in deltas if delta.finish_reason), ""),
             owner=self._owner,
+            context=stream.context,
         )
 
     async def _next_merged(self) -> list[ChoiceDelta]:

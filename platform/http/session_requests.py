@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from remora.namespaces.edits import ContextPolicy
+from remora.platform.base.config import NamespaceConfig
 from remora.platform.http.errors import invalid_request
 
 #: Part of URLs and of names in logs.
@@ -31,6 +33,21 @@ class CreateBody(_Body):
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     #: Whether a turn is on disk before its end is sent.
     durable: bool = True
+    #: These three: the namespace's if left out.
+    context_overflow: Literal["error", "roll"] | None = None
+    keep_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    #: Bytes of KV.
+    cache_limit: Annotated[int, Field(ge=1)] | None = None
+
+
+def context_policy(body: CreateBody, namespace: NamespaceConfig) -> ContextPolicy:
+    """Of a new session."""
+    own_limit = namespace.cache_limit if body.cache_limit is None else body.cache_limit
+    return ContextPolicy(
+        overflow=body.context_overflow or namespace.context_overflow,
+        keep_tokens=namespace.keep_tokens if body.keep_tokens is None else body.keep_tokens,
+        cache_limit_bytes=None if own_limit is None else int(own_limit),
+    )
 
 
 class ForkBody(_Body):
@@ -41,11 +58,20 @@ class ForkBody(_Body):
     num_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
+class RemoveBody(_Body):
+    """Tokens [start, end) of the log."""
+
+    start: Annotated[int, Field(ge=0)]
+    #: To the end of the log if left out.
+    end: Annotated[int, Field(ge=0)] | None = None
+
+
 class TruncateBody(_Body):
-    """POST /v1/sessions/{id}/truncate: one of the two."""
+    """POST /v1/sessions/{id}/truncate: what is kept (the first tokens or turns), or what goes; one of the three."""
 
     num_tokens: Annotated[int, Field(ge=0)] | None = None
     num_turns: Annotated[int, Field(ge=0)] | None = None
+    remove: RemoveBody | None = None
 
 
 class EmptyBody(_Body):

@@ -17,12 +17,14 @@ from remora.namespaces.session_commands import (
     ListSessions,
     PinSession,
     RemoveTokens,
+    RemoveTokens,
     SessionHead,
     SessionList,
     ShowSession,
     TruncateSession,
 )
 from remora.namespaces.session_log import Turn, unpack_tokens
+from remora.platform.base.errors import InvalidRequest
 from remora.platform.base.ids import ModelId, NamespaceId, SessionId
 from remora.platform.http.body import read_model
 from remora.platform.http.caller import Caller, caller_of
@@ -34,6 +36,7 @@ from remora.platform.http.session_requests import (
     EmptyBody,
     ForkBody,
     TruncateBody,
+    context_policy,
     context_policy,
     read_list_query,
     read_show_query,
@@ -71,6 +74,7 @@ def session_routes(services: Services) -> APIRouter:
                 priority=body.priority,
                 durable=body.durable,
                 max_sessions=namespace.max_sessions,
+                context=context_policy(body, namespace),
                 context=context_policy(body, namespace),
             )
         )
@@ -189,6 +193,10 @@ def _document(head: SessionHead) -> dict[str, Any]:
         "priority": state.priority,
         "durable": state.durable,
         "pinned": state.pinned,
+        "context_overflow": state.context.overflow,
+        "keep_tokens": state.context.keep_tokens,
+        "cache_limit": state.context.cache_limit_bytes,
+        "edits": [{"position": edit.position, "kind": edit.kind} for edit in state.edits],
         "context_overflow": state.context.overflow,
         "keep_tokens": state.context.keep_tokens,
         "cache_limit": state.context.cache_limit_bytes,

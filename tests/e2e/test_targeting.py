@@ -34,7 +34,8 @@ class Echo:
     async def describe(self, *, target: str) -> bytes:
         card = ModelCard(
             replica_id=ReplicaId(self.id), model_id=ModelId("echo"), pool_id=PoolId("p"), fingerprint=b"",
-            block_tokens=1, max_model_len=1, vocab_size=1, max_num_seqs=1, decoder="", weights="", pid=os.getpid(),
+            block_tokens=1, block_bytes=64,
+            max_model_len=1, vocab_size=1, max_num_seqs=1, decoder="", weights="", pid=os.getpid(),
         )  # fmt: skip
         return msgspec.msgpack.encode(card)
 

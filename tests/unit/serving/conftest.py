@@ -85,6 +85,7 @@ class FakeReplica:
             pool_id=self.pool_id,
             fingerprint=b"f" * 32,
             block_tokens=4,
+            block_bytes=256,
             max_model_len=200,
             vocab_size=257,
             max_num_seqs=8,
