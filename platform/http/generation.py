@@ -142,6 +142,8 @@ class Generation:
             if not prompt:
                 raise InvalidRequest(f"{field}: has no tokens; send at least one.", field=field)
             context.check(len(prompt), max_tokens or 1, field=field)
+        if self._caller.limits is not None:
+            self._caller.limits.take_prompt(sum(len(prompt) for prompt in prompts))
         for index, prompt in enumerate(prompts):
             limit = context.output_limit(len(prompt), max_tokens, default_max_tokens)
             if (fields.min_tokens or 0) > limit:

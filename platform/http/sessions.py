@@ -17,7 +17,6 @@ from remora.namespaces.session_commands import (
     ListSessions,
     PinSession,
     RemoveTokens,
-    RemoveTokens,
     SessionHead,
     SessionList,
     ShowSession,
@@ -36,7 +35,6 @@ from remora.platform.http.session_requests import (
     EmptyBody,
     ForkBody,
     TruncateBody,
-    context_policy,
     context_policy,
     read_list_query,
     read_show_query,
@@ -74,7 +72,6 @@ def session_routes(services: Services) -> APIRouter:
                 priority=body.priority,
                 durable=body.durable,
                 max_sessions=namespace.max_sessions,
-                context=context_policy(body, namespace),
                 context=context_policy(body, namespace),
             )
         )
@@ -142,6 +139,8 @@ def session_routes(services: Services) -> APIRouter:
         """Keeps the first tokens or turns of the log, or takes a range of tokens out of its middle."""
         body = await read_model(request, TruncateBody, max_bytes)
         if body.remove is not None:
+            if body.num_tokens is not None or body.num_turns is not None:
+                raise InvalidRequest("remove: give it alone, or num_tokens, or num_turns.", field="remove")
             return await head(
                 RemoveTokens(session_id=SessionId(session_id), start=body.remove.start, end=body.remove.end)
             )
@@ -193,10 +192,6 @@ def _document(head: SessionHead) -> dict[str, Any]:
         "priority": state.priority,
         "durable": state.durable,
         "pinned": state.pinned,
-        "context_overflow": state.context.overflow,
-        "keep_tokens": state.context.keep_tokens,
-        "cache_limit": state.context.cache_limit_bytes,
-        "edits": [{"position": edit.position, "kind": edit.kind} for edit in state.edits],
         "context_overflow": state.context.overflow,
         "keep_tokens": state.context.keep_tokens,
         "cache_limit": state.context.cache_limit_bytes,
