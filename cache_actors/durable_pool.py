@@ -27,7 +27,7 @@ from remora.namespaces.quota_changes import quota_changes
 from remora.namespaces.report import LeaseReport, PoolReport
 from remora.platform.base.clock import Clock
 from remora.platform.base.errors import ConfigError, IntegrityError, JournalError, StaleLease
-from remora.platform.base.ids import LeaseId
+from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,10 @@ class DurablePool:
     def has_waiting(self) -> bool:
         """Whether any admission is parked, so that time must be let pass."""
         return any(lease.num_waiting for lease in self._state.leases())
+
+    def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
+        """How many of the first blocks of a chain can be found."""
+        return self._state.find_blocks(namespace_id, fingerprint, hashes)
 
     def describe(self) -> PoolReport:
         return self._state.describe()

@@ -20,6 +20,7 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from remora.cache_actors.cluster_names import ray_namespace
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.cache_actors.durable_pool import DurablePool
 from remora.cache_actors.pool_calls import await_pool
@@ -33,7 +34,6 @@ from remora.cache_actors.pool_messages import (
 )
 from remora.cache_actors.pool_settings import POOL_LEASE, PoolSettings
 from remora.cache_actors.process_watch import ProcessWatch
-from remora.cache_actors.registry import ray_namespace
 from remora.cache_actors.stale_files import step_lock_path
 from remora.namespaces.commands import (
     AnyAnswer,
@@ -52,7 +52,7 @@ from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import IntegrityError, StaleLease
-from remora.platform.base.ids import LeaseId
+from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId, SessionId
 
 __all__ = ["PoolActor", "await_pool", "find_pools", "get_or_create_pool"]
 
@@ -140,6 +140,14 @@ class PoolActor:
     async def set_quota(self, command: SetQuota) -> AnyAnswer:
         """Creates a namespace or changes its quota; QuotaSet, or Refused with the reason."""
         return self._commit([msgspec.structs.replace(command, lease_id=POOL_LEASE, call_no=0)])[0]
+
+    async def end_sessions(self, session_ids: list[SessionId]) -> None:
+        """These sessions are over: what only they had cached goes before anything else."""
+        self._commit([EndSession(lease_id=POOL_LEASE, session_id=session_id) for session_id in session_ids])
+
+    async def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: tuple[BlockHash, ...]) -> int:
+        """How many of the first blocks of a chain are here."""
+        return self._pool.find_blocks(namespace_id, fingerprint, hashes)
 
     async def revoke(self, lease_id: LeaseId, reason: str) -> bool:
         """Takes a lease away: kills its process, waits for the exit, then reuses its memory. False: no such lease."""

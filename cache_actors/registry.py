@@ -11,11 +11,13 @@ import logging
 import os
 import time
 import uuid
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 import ray
 
+from remora.cache_actors.cluster_names import ray_namespace as ray_namespace
 from remora.cache_actors.process_watch import is_alive
 from remora.cache_actors.registry_state import (
     Changes,
@@ -28,6 +30,7 @@ from remora.cache_actors.registry_state import (
     ReplicaStatus,
     Settled,
 )
+from remora.cache_actors.session_ends import end_sessions
 from remora.cache_actors.session_registry import SessionRegistry
 from remora.namespaces.session_commands import SessionCommand
 from remora.platform.base.config import ClusterConfig
@@ -44,16 +47,16 @@ _command_decoder = msgspec.msgpack.Decoder(SessionCommand)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def ray_namespace(cluster_name: str) -> str:
-    """Ray namespace of the cluster's named actors."""
-    return f"remora-{cluster_name}"
-
-
 class RegistryActor:
     """All methods run on the actor's event loop; mutations contain no await."""
 
     def __init__(
-        self, database_url: str, heartbeat_s: float = 1.0, settle_s: float = 10.0, debug: bool = False
+        self,
+        database_url: str,
+        cluster_name: str,
+        heartbeat_s: float = 1.0,
+        settle_s: float = 10.0,
+        debug: bool = False,
     ) -> None:
         """Replicas are lost after 5 heartbeats of silence and forgotten after 60.
 
@@ -67,7 +70,11 @@ class RegistryActor:
         self._changed = asyncio.Event()
         context = ray.get_runtime_context()
         self._node_id: str = context.get_node_id()
-        self._sessions = SessionRegistry(lambda: SqlStateStore(database_url), cluster_id=context.get_session_name())
+        self._sessions = SessionRegistry(
+            lambda: SqlStateStore(database_url),
+            cluster_id=context.get_session_name(),
+            on_removed=partial(end_sessions, cluster_name),
+        )
         self._task = asyncio.get_event_loop().create_task(self._watch())
 
     async def register(self, record: ReplicaRecord) -> None:
@@ -167,5 +174,5 @@ def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0, 
             num_cpus=0,
             max_concurrency=4096,
         )
-        .remote(database_url, heartbeat_s=heartbeat_s, settle_s=settle_s, debug=cluster.debug)
+        .remote(database_url, cluster.name, heartbeat_s=heartbeat_s, settle_s=settle_s, debug=cluster.debug)
     )

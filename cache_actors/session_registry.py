@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -43,6 +43,8 @@ _EPOCH_FLOOR: Final = "sessions.epoch_floor"
 _CLUSTER: Final = "sessions.cluster"
 _events_decoder = msgspec.msgpack.Decoder(SessionEvent)
 _encoder = msgspec.msgpack.Encoder()
+#: Must not raise.
+OnRemoved = Callable[[list[SessionId]], Coroutine[Any, Any, None]]
 T = TypeVar("T")
 
 
@@ -56,15 +58,19 @@ class SessionRegistry:
         cluster_id: str,
         now_s: Callable[[], float] = time.time,
         expire_every_s: float = 1.0,
+        on_removed: OnRemoved | None = None,
     ) -> None:
         """`cluster_id` changes when all routers have ended: turns that were open under another are given up.
 
-        `now_s` is wall-clock time, because it is stored.
+        `now_s` is wall-clock time, because it is stored. `on_removed` is told which sessions are gone for good, whether
+        deleted, expired, or gone to make room.
         """
         self._open_store = open_store
         self._cluster_id = cluster_id
         self._now_s = now_s
         self._expire_every_s = expire_every_s
+        self._on_removed = on_removed
+        self._telling: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-store")
         self._opening: asyncio.Task[SessionBook] | None = None
         self._store: StateStore | None = None
@@ -188,6 +194,14 @@ class SessionRegistry:
                 return
             for _, written in batch:
                 written.set_result(None)
+            self._tell_removed([each.stream for each in changes if isinstance(each, RemoveStream)])
+
+    def _tell_removed(self, streams: list[str]) -> None:
+        if self._on_removed is not None and streams:
+            gone = [SessionId(stream.removeprefix(_PREFIX)) for stream in streams]
+            task = asyncio.create_task(self._on_removed(gone))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
     async def _expire(self) -> None:
         while True:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from ray.exceptions import RayError
 
 from remora.cache_actors.pool_actor import find_pools
-from remora.cache_actors.pool_messages import PoolDescription
+from remora.cache_actors.pool_messages import PoolBinding, PoolDescription
 from remora.namespaces.commands import Quota, Refused
 from remora.namespaces.quota_changes import change_of, quota_of
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.errors import InvalidRequest, Unavailable
-from remora.platform.base.ids import NamespaceId
+from remora.platform.base.ids import BlockHash, NamespaceId
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,25 @@ class ClusterPools:
         if not found:
             raise Unavailable(f"No pool with namespace {namespace_id!r} answers; try again.")
         return found
+
+    async def find_blocks(
+        self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]
+    ) -> dict[str, int]:
+        """Pool id → how many of the first blocks of a chain it has, of those that answer in time."""
+        pools = await asyncio.to_thread(find_pools, self._cluster_name)
+        found = await asyncio.gather(*(self._find(pool, namespace_id, fingerprint, tuple(hashes)) for pool in pools))
+        return {pool_id: count for pool_id, count in found if pool_id}
+
+    async def _find(
+        self, pool: Any, namespace_id: NamespaceId, fingerprint: bytes, hashes: tuple[BlockHash, ...]
+    ) -> tuple[str, int]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                binding = msgspec.msgpack.decode(await pool.binding.remote(), type=PoolBinding)
+                return str(binding.pool_id), int(await pool.find_blocks.remote(namespace_id, fingerprint, hashes))
+        except (RayError, TimeoutError) as error:
+            logger.warning("a pool does not answer: %s", str(error).partition("\n")[0])
+            return "", 0
 
     async def _describe(self, pool: Any) -> PoolDescription | None:
         try:

@@ -13,6 +13,8 @@ checks with `leases()` which of their processes live and says LeaseLost for the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from remora.namespaces.admission import Admission
 from remora.namespaces.commands import (
     Admit,
@@ -36,12 +38,12 @@ from remora.namespaces.growth import Growth
 from remora.namespaces.leases import Lease
 from remora.namespaces.membership import Membership
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
-from remora.namespaces.report import LeaseReport, PoolReport, describe_leases, describe_pool
+from remora.namespaces.report import LeaseReport, PoolReport, count_blocks, describe_leases, describe_pool
 from remora.namespaces.sequence_commands import SequenceCommand
 from remora.namespaces.sequence_edits import SequenceEdits
 from remora.namespaces.snapshot import decode_snapshot, encode_snapshot
 from remora.platform.base.errors import IntegrityError
-from remora.platform.base.ids import LeaseId
+from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
 
 __all__ = ["Effect", "PoolState", "PoolStateConfig", "SetGeneration", "ZeroBlocks"]
 
@@ -145,6 +147,10 @@ class PoolState:
     def leases(self) -> tuple[LeaseReport, ...]:
         """Live leases with their processes."""
         return describe_leases(self._parts)
+
+    def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
+        """How many of the first blocks of a chain are indexed, whoever asks; changes nothing."""
+        return count_blocks(self._parts, namespace_id, fingerprint, hashes)
 
     def describe(self) -> PoolReport:
         return describe_pool(self._parts)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from remora.namespaces.adviser import CapacityAdvice
 from remora.namespaces.commands import ProcessIdentity
 from remora.namespaces.pool_parts import PoolParts
+from remora.namespaces.prefix_index import PrefixIndex
 from remora.namespaces.quotas import Namespace
-from remora.platform.base.ids import GeometryId, LeaseId, ModelId, NamespaceId, ReplicaId
+from remora.platform.base.ids import BlockHash, GeometryId, LeaseId, ModelId, NamespaceId, ReplicaId
 
 
 class NamespaceReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +112,19 @@ def describe_leases(parts: PoolParts) -> tuple[LeaseReport, ...]:
         )
         for lease in parts.leases.leases.values()
     )
+
+
+def count_blocks(parts: PoolParts, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
+    """The longest cached prefix of a chain, in blocks, as a sequence of the namespace would find it."""
+    namespace = parts.book.namespaces.get(namespace_id)
+    if namespace is None:
+        return 0
+    realms = [
+        realm
+        for key, realm in parts.index.realms.items()
+        if (key.fingerprint, key.domain) == (fingerprint, namespace.domain)
+    ]
+    return max((len(PrefixIndex.match(realm, hashes, len(hashes))) for realm in realms), default=0)
 
 
 def _advise(parts: PoolParts, namespace: Namespace) -> CapacityAdvice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
 from remora.namespaces.commands import Quota
 from remora.platform.base.config import ModelConfig, RemoraConfig
-from remora.platform.base.ids import ModelId, NamespaceId
+from remora.platform.base.ids import BlockHash, ModelId, NamespaceId
 from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import RouterFamilies
@@ -28,6 +28,12 @@ class PoolReports(Protocol):
 
     async def reports(self) -> Mapping[str, PoolDescription]:
         """Pool id → description, of the pools that answer in time."""
+        ...
+
+    async def find_blocks(
+        self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]
+    ) -> Mapping[str, int]:
+        """Pool id → how many of the first blocks of a chain it has, of the pools that answer in time."""
         ...
 
     async def set_quota(self, namespace_id: NamespaceId, change: Callable[[Quota], Quota]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import Any
 
@@ -9,6 +10,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from remora.cache_actors.session_client import ask
+from remora.namespaces.edits import chain_edits
+from remora.namespaces.hashing import chain_hashes
 from remora.namespaces.session_commands import (
     CreateSession,
     DeleteSession,
@@ -22,7 +25,7 @@ from remora.namespaces.session_commands import (
     ShowSession,
     TruncateSession,
 )
-from remora.namespaces.session_log import Turn, unpack_tokens
+from remora.namespaces.session_log import SessionState, Turn, unpack_tokens
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.base.ids import ModelId, NamespaceId, SessionId
 from remora.platform.http.body import read_model
@@ -110,7 +113,8 @@ def session_routes(services: Services) -> APIRouter:
             _turn_document(turn, tokenizer.decode(token_ids[turn.prompt_end : turn.end])) for turn in found.state.turns
         ]
         more = {"token_ids": token_ids} if query.include_tokens else {}
-        return _json({**_document(found), "turns": turns, **more})
+        blocks = await _blocks(services, found.state)
+        return _json({**_document(found), "blocks": blocks, "turns": turns, **more})
 
     @router.delete("/v1/sessions/{session_id}")
     async def delete_session(session_id: str) -> Response:
@@ -170,6 +174,19 @@ def _listed_namespaces(caller: Caller, wanted: str | None) -> list[NamespaceId |
     return [None] if caller.namespaces is None else [*sorted(caller.namespaces)]
 
 
+async def _blocks(services: Services, state: SessionState) -> dict[str, Any] | None:
+    """Full blocks of the log, and how many of the first of them each pool has in its device's memory; None while no
+    replica has said how long a block is."""
+    card = services.core.known_card(state.model_id)
+    if card is None:
+        return None
+    root = services.core.catalog.chain_root(state.namespace_id, card.fingerprint)
+    token_ids = unpack_tokens(state.computed_bytes)
+    hashes = chain_hashes(root, token_ids, card.block_tokens, chain_edits(state.edits))
+    found = await services.pools.find_blocks(state.namespace_id, card.fingerprint, hashes)
+    return {"full": len(hashes), "block_tokens": card.block_tokens, "device": found}
+
+
 def _new_id() -> str:
     return f"sess-{uuid.uuid4().hex}"
 
@@ -188,6 +205,7 @@ def _document(head: SessionHead) -> dict[str, Any]:
         "parent": state.parent_id,
         "created": int(state.created_s),
         "last_used": int(state.used_s),
+        "age_s": round(max(0.0, time.time() - state.created_s), 3),
         "ttl_s": state.ttl_s,
         "priority": state.priority,
         "durable": state.durable,

@@ -32,6 +32,7 @@ from remora.namespaces.commands import (
     Refused,
     Wait,
 )
+from remora.platform.base.ids import NamespaceId, SessionId
 
 ALL_BLOCKS = 64
 
@@ -212,3 +213,19 @@ async def test_a_detached_lease_is_not_watched_any_more(actor: PoolActor, child:
     child.wait()
     await asyncio.sleep(0.1)
     await actor.check_integrity()
+
+
+async def test_a_session_that_ended_gives_its_blocks_first_and_a_chain_can_be_looked_up(actor: PoolActor) -> None:
+    calls = ReplicaCalls("l")
+    mine, other = range(64), range(1000, 1064)
+    await call(actor, calls.attach(), msgspec.structs.replace(calls.admit("s", mine), session_id=SessionId("x")))
+    await call(actor, calls.publish("s", mine), calls.release("s"))
+    await call(actor, calls.admit("o", other), calls.publish("o", other), calls.release("o"))
+    assert await actor.find_blocks(NamespaceId("a"), b"f", calls.hashes(mine, "a")) == len(mine) // BLOCK_TOKENS
+    assert await actor.find_blocks(NamespaceId("b"), b"f", calls.hashes(mine, "a")) == 0
+    assert await actor.find_blocks(NamespaceId("a"), b"another model", calls.hashes(mine, "a")) == 0
+    await actor.end_sessions([SessionId("x"), SessionId("unknown")])
+    num_blocks = ALL_BLOCKS - len([*mine, *other]) // BLOCK_TOKENS + 2
+    await call(actor, calls.admit("more", range(5000, 5000 + num_blocks * BLOCK_TOKENS), "a"))
+    left = [await actor.find_blocks(NamespaceId("a"), b"f", calls.hashes(tokens, "a")) for tokens in (mine, other)]
+    assert left == [len(mine) // BLOCK_TOKENS - 2, len(other) // BLOCK_TOKENS]

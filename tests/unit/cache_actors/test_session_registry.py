@@ -216,6 +216,28 @@ async def test_sessions_past_their_ttl_go_by_themselves(make: Make) -> None:
     assert [each.state.session_id for each in listed.sessions] == ["kept"]
 
 
+async def test_pools_are_told_which_sessions_are_gone_whatever_took_them(make: Make) -> None:
+    gone: list[str] = []
+
+    async def tell(session_ids: list[SessionId]) -> None:
+        gone.extend(session_ids)
+
+    now_s = 1000.0
+    registry = make(now_s=lambda: now_s, expire_every_s=0.01, on_removed=tell)
+    for name in ("deleted", "kept"):
+        await create(registry, name)
+    await create(registry, "expired", ttl_s=10.0)
+    await ask(registry, DeleteSession(session_id=SessionId("deleted")), Done)
+    now_s += 11
+    await asyncio.sleep(0.1)
+    crowded = CreateSession(
+        session_id=SessionId("new"), model_id=M, namespace_id=NamespaceId("n"), call_id="new", max_sessions=1
+    )
+    await ask(registry, crowded, SessionHead)
+    await asyncio.sleep(0.05)
+    assert gone == ["deleted", "expired", "kept"]
+
+
 async def test_a_store_that_cannot_be_opened_is_an_answer_and_is_tried_again(make: Make, tmp_path: Path) -> None:
     blocked = tmp_path / "state-test.sqlite"
     blocked.mkdir()

@@ -283,6 +283,10 @@ def byte_tokenizer() -> ChatTokenizer:
 
 
 class _NoPools:
+    async def find_blocks(self, namespace_id: str, fingerprint: bytes, hashes: Any) -> dict[str, int]:
+        self.looked_up = (namespace_id, tuple(hashes))
+        return {"pool": len(hashes)}
+
     async def reports(self) -> dict[str, Any]:
         return {}
 

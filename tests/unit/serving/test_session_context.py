@@ -127,3 +127,13 @@ async def test_a_cut_that_cannot_be_is_refused_by_name(http: Any, body: dict[str
     await say(http, "0123")
     assert (await post(http, "/v1/sessions/s/truncate", body, status=400))["error"]["param"] == param
     assert len(await text_of(http)) == 8
+
+
+async def test_a_session_shows_its_blocks_by_pool_its_age_owner_and_epoch(http: Any) -> None:
+    await create(http)
+    await say(http, "0123456789")
+    shown = (await http.get("/v1/sessions/s")).json()
+    assert shown["blocks"] == {"full": 3, "block_tokens": 4, "device": {"pool": 3}}
+    assert 0 <= shown["age_s"] < 60
+    assert shown["owner"] == "a"
+    assert shown["epoch"] > 0
