@@ -28,6 +28,9 @@ MOUNT_TIMEOUT_S = 240.0
 _POLL_S = 1.0
 
 
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class ClusterAppArgs(BaseModel):
     """What the Serve configuration passes."""
 
@@ -36,7 +39,9 @@ class ClusterAppArgs(BaseModel):
     #: The configuration file, on the node that builds the application (the head).
     config: Path
     #: Hex digest of the file that is meant; None: whatever the file holds now.
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    sha256: Sha256 | None = None
+    #: The same for the file that `tenants_file` of the configuration names.
+    tenants_sha256: Sha256 | None = None
 
 
 def cluster_app(args: dict[str, Any]) -> serve.Application:
@@ -64,9 +69,13 @@ def read_cluster_config(args: ClusterAppArgs, *, timeout_s: float = MOUNT_TIMEOU
 
     Raises ConfigError when it does not come, is wrong, or has not been allowed to be served to a network.
     """
+    deadline_s = time.monotonic() + timeout_s
     if args.sha256 is not None:
-        _await_digest(args.config, args.sha256, time.monotonic() + timeout_s)
+        _await_digest(args.config, args.sha256, deadline_s)
     config = load_config(args.config)
+    if args.tenants_sha256 is not None and config.tenants_file is not None:
+        _await_digest(args.config.parent / config.tenants_file, args.tenants_sha256, deadline_s)
+        config = load_config(args.config)
     # Where Serve listens is up to the Serve configuration of the cluster: it cannot be told from here.
     if not config.http.trusted_network and not config.tenants:
         raise ConfigError(

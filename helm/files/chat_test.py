@@ -1,18 +1,22 @@
 """`helm test`: waits until every model is ready, then chats with each. Arguments: URL, seconds, model names."""
 
 import json
+import os
 import sys
 import time
 import urllib.error
 import urllib.request
 
 url, timeout_s, *models = sys.argv[1:]
+headers = {"Content-Type": "application/json"}
+if "REMORA_API_KEY" in os.environ:
+    headers["Authorization"] = f"Bearer {os.environ['REMORA_API_KEY']}"
 deadline_s = time.monotonic() + float(timeout_s)
 
 
 def fetch(path, body=None):
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url + path, data, headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         return response.read()
 

@@ -27,7 +27,34 @@ shared by the devices of such a pod.
 {{- $telemetry := dict "otlp_endpoint" "http://127.0.0.1:4317" "otlp_protocol" "grpc" -}}
 {{- $config = set $config "telemetry" (mergeOverwrite (default dict $config.telemetry) $telemetry) -}}
 {{- end -}}
+{{- if include "remora.hasTenants" . -}}
+{{- $config = set (omit $config "tenants") "tenants_file" "/etc/remora-tenants/tenants.yaml" -}}
+{{- end -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{/* Tenants are kept in a Secret, not in the ConfigMap: whose they are and what they may do is nobody's business. */}}
+{{- define "remora.hasTenants" -}}
+{{- if or .Values.config.tenants .Values.tenants.existingSecret -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* Exactly the text whose digest is in the Serve configuration: no newline at the end. */}}
+{{- define "remora.tenants" -}}
+{{- toYaml .Values.config.tenants -}}
+{{- end -}}
+
+{{- define "remora.tenantsSecret" -}}
+{{- default (printf "%s-tenants" (include "remora.fullname" .)) .Values.tenants.existingSecret -}}
+{{- end -}}
+
+{{/* Variable with an operator's key, for what asks the platform; nothing without one. */}}
+{{- define "remora.operatorKeyEnv" -}}
+{{- with .Values.operatorKey.existingSecret }}
+- name: REMORA_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.operatorKey.key | quote }}}}
+{{- end }}
 {{- end -}}
 
 {{/* What pools read once, when they are created: only new pods take another value of it. */}}
@@ -62,6 +89,9 @@ applications:
       config: /etc/remora/remora.yaml
       # Changes with the configuration, so that Serve rolls the replicas over in place.
       sha256: {{ sha256sum $document }}
+      {{- if .Values.config.tenants }}
+      tenants_sha256: {{ include "remora.tenants" . | sha256sum }}
+      {{- end }}
     deployments:
       {{- range .Values.config.models }}
       - name: {{ .name | quote }}

@@ -84,6 +84,9 @@ seccompProfile: {type: RuntimeDefault}
 - {name: shared-mem, mountPath: /dev/shm}
 # A whole folder: a file mounted by subPath would never follow a change.
 - {name: config, mountPath: /etc/remora, readOnly: true}
+{{- if include "remora.hasTenants" . }}
+- {name: tenants, mountPath: /etc/remora-tenants, readOnly: true}
+{{- end }}
 - {name: models, mountPath: /models}
 - name: state
   mountPath: {{ include "remora.stateDir" . }}
@@ -237,6 +240,12 @@ volumes:
   # Arenas, their journals and Ray's object store. Its pages count as memory of the pod.
   - {name: shared-mem, emptyDir: {medium: Memory, sizeLimit: "{{ $shm }}"}}
   - {name: config, configMap: {name: {{ include "remora.fullname" $root }}-config}}
+  {{- if include "remora.hasTenants" $root }}
+  - name: tenants
+    secret:
+      secretName: {{ include "remora.tenantsSecret" $root | quote }}
+      items: [{key: {{ $root.Values.tenants.key | quote }}, path: tenants.yaml}]
+  {{- end }}
   {{- include "remora.storage" (dict "root" $root "name" "state" "storage" $root.Values.state) | nindent 2 }}
   {{- include "remora.storage" (dict "root" $root "name" "models" "storage" $root.Values.models) | nindent 2 }}
   {{- if $root.Values.collector.enabled }}

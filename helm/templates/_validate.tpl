@@ -5,6 +5,18 @@
 {{- if regexMatch "^(localhost|127\\..*|::1)$" $config.http.host -}}
 {{- fail (printf "config.http.host: nobody outside of the pod reaches %q; write 0.0.0.0" $config.http.host) -}}
 {{- end -}}
+{{- if and .Values.config.tenants .Values.tenants.existingSecret -}}
+{{- fail "tenants.existingSecret: not allowed beside config.tenants; give one of them" -}}
+{{- end -}}
+{{- if and .Values.config.tenants (ne .Values.tenants.key "tenants.yaml") -}}
+{{- fail "tenants.key: is only for tenants.existingSecret" -}}
+{{- end -}}
+{{- if not (or $config.http.trusted_network (include "remora.hasTenants" .)) -}}
+{{- fail "config.http.trusted_network: without tenants whoever reaches the port may do everything; configure tenants, or say true if access is controlled outside" -}}
+{{- end -}}
+{{- if and (include "remora.hasTenants" .) .Values.monitoring.serviceMonitor (not .Values.operatorKey.existingSecret) -}}
+{{- fail "operatorKey.existingSecret: is needed with tenants and monitoring.serviceMonitor: /metrics asks for an operator's key" -}}
+{{- end -}}
 {{- $kinds := dict -}}
 {{- range $config.devices -}}
 {{- $_ := set $kinds .name (default "cpu" .kind) -}}

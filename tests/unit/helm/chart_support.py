@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from remora.platform.base.config import RemoraConfig, parse_config
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART_DIR = ROOT / "helm"
@@ -74,6 +77,21 @@ def document_text(manifests: Manifests) -> str:
     """The configuration as pods get it."""
     text: str = named(manifests, "ConfigMap", "-config")["data"]["remora.yaml"]
     return text
+
+
+def tenants_text(manifests: Manifests) -> str | None:
+    """The list of tenants as the head gets it; None without one."""
+    found = [each for each in of_kind(manifests, "Secret") if each["metadata"]["name"].endswith("-tenants")]
+    return base64.b64decode(found[0]["data"]["tenants.yaml"]).decode() if found else None
+
+
+def config_of(manifests: Manifests) -> RemoraConfig:
+    """The configuration that the head loads, with the tenants."""
+    document = yaml.safe_load(document_text(manifests))
+    text = tenants_text(manifests)
+    if text is not None:
+        document["tenants"] = yaml.safe_load(text)
+    return parse_config(document)
 
 
 def volume(pod: Pod, name: str) -> dict[str, Any]:

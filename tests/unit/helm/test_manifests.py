@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 from chart_support import (
     CHART_DIR,
     VALUE_SETS,
     Manifests,
+    config_of,
     document_text,
     groups_of,
     named,
@@ -109,8 +109,8 @@ def test_a_long_release_name_stays_short_enough(render: Callable[..., Manifests]
 
 
 def test_the_configuration_in_the_pods_is_one_that_remora_accepts(manifests: Manifests) -> None:
-    config = parse_config(yaml.safe_load(document_text(manifests)))
-    assert config.http.trusted_network
+    config = config_of(manifests)
+    assert config.http.trusted_network or config.tenants
     options = serve_config(manifests)["http_options"]
     assert (options["host"], options["port"]) == (config.http.host, config.http.port)
 
@@ -119,8 +119,8 @@ def test_the_configuration_in_the_pods_is_one_that_remora_accepts(manifests: Man
 def test_the_configuration_says_what_the_values_say(
     name: str, rendered: Callable[[str], Manifests], chart: Any
 ) -> None:
-    given = parse_config(chart.merge_values(values_of(name))["config"]).model_dump()
-    config = parse_config(yaml.safe_load(document_text(rendered(name)))).model_dump()
+    given = parse_config(chart.merge_values(values_of(name))["config"]).model_dump(exclude={"tenants_file"})
+    config = config_of(rendered(name)).model_dump(exclude={"tenants_file"})
     for device, given_device in zip(config["devices"], given["devices"], strict=True):
         if given_device["num_threads"] is None:
             device["num_threads"] = None
@@ -155,7 +155,7 @@ def test_every_model_is_placed_where_its_device_is(manifests: Manifests) -> None
 
     from remora.platform import app
 
-    config = parse_config(yaml.safe_load(document_text(manifests)))
+    config = config_of(manifests)
     (application,) = serve_config(manifests)["applications"]
     options = {each["name"]: each["ray_actor_options"] for each in application["deployments"]}
     assert set(options) == {model.name for model in config.models}

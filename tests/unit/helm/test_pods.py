@@ -12,6 +12,7 @@ from chart_support import (
     Manifests,
     Pod,
     Render,
+    config_of,
     document_text,
     groups_of,
     named,
@@ -25,7 +26,6 @@ from pydantic import ByteSize, TypeAdapter
 
 from remora.cache_actors.arena import file_bytes
 from remora.cache_actors.pool_settings import PoolSettings
-from remora.platform.base.config import parse_config
 from remora.platform.base.serve_environment import serve_environment
 
 MiB = 1024 * 1024
@@ -100,7 +100,7 @@ def test_each_group_may_have_an_image_of_its_own(rendered: Callable[[str], Manif
 
 
 def test_shared_memory_holds_arenas_journals_and_the_object_store(manifests: Manifests) -> None:
-    config = parse_config(yaml.safe_load(document_text(manifests)))
+    config = config_of(manifests)
     devices = {device.name: device for device in config.devices}
     offered: dict[str, list[str]] = {"head": []}
     for group in groups_of(manifests).values():
@@ -124,7 +124,7 @@ def test_shared_memory_holds_arenas_journals_and_the_object_store(manifests: Man
 
 
 def test_rays_object_store_is_the_configured_one(manifests: Manifests) -> None:
-    config = parse_config(yaml.safe_load(document_text(manifests)))
+    config = config_of(manifests)
     cluster = ray_service(manifests)["rayClusterConfig"]
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         assert group["rayStartParams"]["object-store-memory"] == str(int(config.cluster.object_store_bytes))
@@ -209,7 +209,7 @@ def test_own_variables_win(rendered: Callable[[str], Manifests]) -> None:
 
 def test_secrets_are_only_referred_to(rendered: Callable[[str], Manifests]) -> None:
     manifests = rendered("everything")
-    assert of_kind(manifests, "Secret") == []
+    assert [each["metadata"]["name"] for each in of_kind(manifests, "Secret")] == ["demo-remora-tenants"]
     for pod in pods_of(manifests):
         if pod.name == "test":
             continue

@@ -18,7 +18,8 @@ helm_python = pytest.importorskip("helm_python", reason="needs helm-python-sdk, 
         ("colour", "red", "colour"),
         ("image.tag", "latest", "/image/tag"),
         ("image.digest", "sha256:12", "/image/digest"),
-        ("config.http.trusted_network", False, "/config/http/trusted_network"),
+        ("config.tenants", [{"name": "a", "key_sha256": ["rmr_plain"]}], "/config/tenants/0/key_sha256/0"),
+        ("tenants.secret", "a", "/tenants"),
         ("config.http.colour", 1, "colour"),
         ("config.http.port", 80, "/config/http/port"),
         ("config.devices.0.arena_byte", 1, "arena_byte"),
@@ -74,6 +75,7 @@ def test_good_values_pass_the_schema(name: str, chart: Any) -> None:
     ("path", "value", "message"),
     [
         ("config.http.host", "127.0.0.1", 'config.http.host: nobody outside of the pod reaches "127.0.0.1"'),
+        ("config.http.trusted_network", False, "config.http.trusted_network: without tenants whoever reaches the port"),
         ("workers.0.devices", ["cpu0", "gpu7"], 'workers.cpu.devices: no device "gpu7" in config.devices; one of cpu0'),
         ("config.devices.0.kind", "cuda", "workers.cpu.gpu.count: is 0, but the group holds 1 devices of kind cuda"),
         ("workers.0.gpu", {"count": 1}, "workers.cpu.gpu.count: is 1, but the group holds 0"),
@@ -101,6 +103,16 @@ def test_two_groups_of_one_name_fail(chart: Any, render: Render) -> None:
     values = replaced(chart.values, "workers", [chart.values["workers"][0]] * 2)
     with pytest.raises(helm_python.HelmRenderError, match='the name "cpu" is used twice'):
         render(values)
+
+
+def test_tenants_come_from_one_place_and_monitoring_needs_a_key(render: Render) -> None:
+    values = values_of("everything")
+    with pytest.raises(helm_python.HelmRenderError, match=r"tenants\.existingSecret: not allowed beside"):
+        render(replaced(values, "tenants", {"existingSecret": "mine"}))
+    with pytest.raises(helm_python.HelmRenderError, match=r"tenants\.key: is only for"):
+        render(replaced(values, "tenants", {"key": "other.yaml"}))
+    with pytest.raises(helm_python.HelmRenderError, match=r"operatorKey\.existingSecret: is needed"):
+        render(replaced(values, "operatorKey", {"existingSecret": ""}))
 
 
 def test_an_endpoint_beside_a_collector_fails(render: Render) -> None:

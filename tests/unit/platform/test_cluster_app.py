@@ -78,3 +78,18 @@ def test_a_wrong_configuration_is_refused_with_its_path(tmp_path: Path) -> None:
     path.write_bytes(document(devices=[{"name": "cpu0", "arena_bytes": "much"}]))
     with pytest.raises(ConfigError, match=r"remora.yaml:\ndevices.0.arena_bytes: 'much'"):
         cluster_app({"config": str(path)})
+
+
+def test_with_tenants_a_cluster_need_not_be_trusted_and_late_tenants_are_waited_for(tmp_path: Path) -> None:
+    path, tenants = tmp_path / "remora.yaml", tmp_path / "tenants.yaml"
+
+    def listed(name: str) -> bytes:
+        return yaml.safe_dump([{"name": name, "operator": True, "key_sha256": ["0" * 64]}]).encode()
+
+    path.write_bytes(document(http={"host": "0.0.0.0"}, tenants_file="tenants.yaml"))
+    tenants.write_bytes(listed("old"))
+    timer = threading.Timer(0.2, tenants.write_bytes, (listed("new"),))
+    timer.start()
+    config = read_cluster_config(ClusterAppArgs(config=path, tenants_sha256=digest(listed("new"))), timeout_s=30)
+    timer.join()
+    assert [tenant.name for tenant in config.tenants] == ["new"]
