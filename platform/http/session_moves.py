@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from remora.cache_actors.session_client import ask
 from remora.deployments.moves import Moved, Transfer, precopy_job
 from remora.deployments.router import RouterCore
+from remora.deployments.session_context import SessionContext
 from remora.namespaces.session_commands import MoveSession, SessionHead, ShowSession
 from remora.namespaces.session_log import SessionState, unpack_tokens
 from remora.platform.base.errors import Conflict, InvalidRequest, NotFound
@@ -112,7 +113,10 @@ async def _move_idle(services: Services, state: SessionState, target: ReplicaId)
     if core.moves.pool_of(state.owner) != core.moves.pool_of(target) and token_ids:
         transfer = "recomputed"
         request_id = RequestId(f"move-{uuid.uuid4().hex}")
-        await core.moves.precopy(precopy_job(request_id, state.model_id, state.namespace_id, tuple(token_ids), target))
+        context = SessionContext(await core.card(state.model_id), state)
+        log = context.engine_tokens(tuple(token_ids))
+        job = precopy_job(request_id, state.model_id, state.namespace_id, log, target, context=context.plan)
+        await core.moves.precopy(job)
     await ask(services.turns.port, MoveSession(session_id=state.session_id, owner=target), SessionHead)
     return Moved(
         source=state.owner,
