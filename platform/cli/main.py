@@ -28,6 +28,7 @@ _COMMANDS = {
     "keys": "keys",
     "bench": "bench",
     "replay": "replay",
+    "size": "size",
     "validate": "models",
     "pull": "models",
 }

@@ -104,6 +104,14 @@ def choose_port(http: HttpConfig, port: int | None) -> int:
         return int(probe.getsockname()[1])
 
 
+def read_spec(model: ModelConfig, *, with_weights: bool = True) -> ModelSpec | None:
+    """What the model's files say of it; None for one that runs through transformers.
+
+    Without weights a hub's model is not downloaded as a whole. Raises ModelError.
+    """
+    return _read_spec(model, resolve_source(model, with_weights=with_weights))
+
+
 def _plan_model(model: ModelConfig, config: RemoraConfig) -> ModelPlan:
     files = resolve_source(model)
     block_tokens = next(device.block_tokens for device in config.devices if device.name == model.device)
