@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,9 @@ from remora.kernels.base import KVMemory
 from remora.kernels.layout import BlockLayout
 from remora.namespaces.sequence_commands import Move
 from remora.platform.base.errors import KernelError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class KVMover:
@@ -35,24 +39,41 @@ class KVMover:
             raise KernelError("the KV of this model cannot be moved to other positions")
         import torch
 
-        from remora.kernels.reference.move_slots import move_slots
-
         layout = BlockLayout(self._memory.geometry)
         places = np.array([[m.source_block, m.target_block, m.source_slot, m.target_slot] for m in moves], np.int64)
         layout.check_blocks(self._memory.data, places[:, :2].astype(np.int32))
         ends = places[:, 2:] + np.array([[m.num_tokens] for m in moves])
         if (places[:, 2:] < 0).any() or (ends > layout.block_tokens).any():
             raise KernelError(f"a move lies outside a block of {layout.block_tokens} tokens")
-        kv_NL2HBD = layout.torch_view(self._memory.data)
+        num_threads = torch.get_num_threads()
+        # Short operations: on a busy machine several threads would mostly wait for each other.
+        torch.set_num_threads(1)
+        try:
+            self._move(layout.torch_view(self._memory.data), moves)
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def _move(self, kv_NL2HBD: torch.Tensor, moves: Sequence[Move]) -> None:
+        import torch
+
+        from remora.kernels.reference.move_slots import move_slots
+
         inv_freq = torch.from_numpy(self._rope_inv_freq)
-        for move in moves:
+        for delta in sorted({move.delta for move in moves}):
+            tokens_4M = torch.tensor(
+                [
+                    (move.source_block, move.source_slot + i, move.target_block, move.target_slot + i)
+                    for move in moves
+                    if move.delta == delta
+                    for i in range(move.num_tokens)
+                ]
+            ).T
             move_slots(
                 kv_NL2HBD,
-                source_block=move.source_block,
-                source_slot=move.source_slot,
-                target_block=move.target_block,
-                target_slot=move.target_slot,
-                num_tokens=move.num_tokens,
-                delta=move.delta,
+                source_blocks_M=tokens_4M[0],
+                source_slots_M=tokens_4M[1],
+                target_blocks_M=tokens_4M[2],
+                target_slots_M=tokens_4M[3],
+                delta=delta,
                 inv_freq=inv_freq,
             )
