@@ -18,6 +18,8 @@ from remora.deployments.engine.messages import SamplingParams, TokenLogprob
 
 Int64 = NDArray[np.int64]
 LogSumExp = Callable[[Float32], Float32]
+#: (logits_V, largest, 1 / temperature, out weights_V, out piece_sums_P): see `weigh_row`.
+Weigh = Callable[[Float32, float, float, Float32, Float32], None]
 
 #: Below it sampling is greedy (vLLM's bound): the quotient would overflow.
 _LEAST_TEMPERATURE = 1e-5
@@ -56,12 +58,13 @@ class Sampled:
 class Sampler:
     """Samples steps. Keeps scratch rows, so that a step allocates little of the vocabulary's size; one caller."""
 
-    def __init__(self, vocab_size: int, log_sum_exp: LogSumExp | None = None) -> None:
-        """`log_sum_exp` normalises logprobs; None: in numpy."""
+    def __init__(self, vocab_size: int, log_sum_exp: LogSumExp | None = None, weigh: Weigh | None = None) -> None:
+        """`log_sum_exp` normalises logprobs, `weigh` makes weights of logits; None: in numpy."""
         self._log_sum_exp = log_sum_exp if log_sum_exp is not None else log_sum_exp_rows
         self._shaped_V = np.empty(vocab_size, np.float32)
         self._weights_V = np.empty(vocab_size, np.float32)
-        self._piece_starts = np.arange(0, vocab_size, _PIECE)
+        self._weigh = weigh if weigh is not None else weigh_row
+        self._piece_sums_P = np.empty(-(-vocab_size // _PIECE), np.float32)
 
     def sample(self, logits_RV: Float32, rows: Sequence[SampleRow]) -> list[Sampled]:
         """Chooses a token for each row; `logits_RV` is not changed.
@@ -112,14 +115,14 @@ class Sampler:
             ids_K = _top_ids(logits_V, params.top_k)
             weights_K = _weights(logits_V[ids_K], logits_V[best], params.temperature)
             return _draw(ids_K, weights_K, params, draw)
-        weights_V = _weights(logits_V, logits_V[best], params.temperature, out=self._weights_V)
+        weights_V, piece_sums_P = self._weights_V, self._piece_sums_P
+        self._weigh(logits_V, float(logits_V[best]), 1.0 / params.temperature, weights_V, piece_sums_P)
         if params.min_p > 0.0:
             ids_K = np.flatnonzero(weights_V >= np.float32(params.min_p))
             return _draw(ids_K, weights_V[ids_K], params, draw)
-        piece_sums = np.add.reduceat(weights_V, self._piece_starts)
         if params.top_p >= 1.0:
-            return _draw_from_pieces(weights_V, piece_sums, draw)
-        mass = float(piece_sums.sum(dtype=np.float64))
+            return _draw_from_pieces(weights_V, piece_sums_P, draw)
+        mass = float(piece_sums_P.sum(dtype=np.float64))
         # Weights below the floor add up to less than 1 - top_p of the mass: the nucleus lies above. 0.999: rounding.
         floor = 0.999 * (1.0 - params.top_p) * mass / len(weights_V)
         ids_K = np.flatnonzero(weights_V >= np.float32(floor))
@@ -153,12 +156,18 @@ def _logprobs(logits_V: Float32, normaliser: float, token_id: int, num_top: int)
     return (chosen, *(TokenLogprob(token_id=int(i), logprob=float(logits_V[i]) - normaliser) for i in ids_K))
 
 
-def _weights(logits: Float32, largest: np.float32, temperature: float, out: Float32 | None = None) -> Float32:
+def weigh_row(logits_V: Float32, largest: float, factor: float, weights_V: Float32, piece_sums_P: Float32) -> None:
+    """weights = exp((logits - largest) * factor), and the sum of every 256 of them."""
+    np.subtract(logits_V, np.float32(largest), out=weights_V)
+    np.multiply(weights_V, np.float32(factor), out=weights_V)
+    np.exp(weights_V, out=weights_V)
+    np.add.reduceat(weights_V, np.arange(0, len(weights_V), _PIECE), out=piece_sums_P)
+
+
+def _weights(logits: Float32, largest: np.float32, temperature: float) -> Float32:
     """Probabilities up to a common factor; that of the largest logit is 1."""
-    weights = np.subtract(logits, largest, out=out)
-    if temperature != 1.0:
-        np.multiply(weights, np.float32(1.0 / temperature), out=weights)
-    return np.exp(weights, out=weights)
+    weights: Float32 = np.exp((logits - largest) * np.float32(1.0 / temperature))
+    return weights
 
 
 def _top_ids(logits_V: Float32, num_top: int) -> Int64:

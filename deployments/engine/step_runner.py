@@ -19,7 +19,7 @@ from remora.deployments.engine.base import EngineConfig, EngineModel
 from remora.deployments.engine.batch_filler import BatchFiller
 from remora.deployments.engine.grammar import GrammarFault, GrammarMatcher, GrammarWorker
 from remora.deployments.engine.logits import Float32
-from remora.deployments.engine.sampler import LogSumExp, Sampled, Sampler
+from remora.deployments.engine.sampler import LogSumExp, Sampled, Sampler, Weigh
 from remora.deployments.engine.scheduler import Scheduled
 from remora.deployments.engine.sequence import Sequence
 from remora.kernels.base import KVMemory
@@ -56,7 +56,7 @@ class StepRunner:
             max_sequences=config.max_num_seqs,
             max_blocks=-(-(model.max_model_len + 1) // block_tokens),
         )
-        self._sampler = Sampler(model.vocab_size, _native_log_sum_exp())
+        self._sampler = Sampler(model.vocab_size, *_native_rows())
         self._vocab_size = model.vocab_size
         self._turn_wait_s = 0.0
         self.grammar_worker = GrammarWorker(model.tokenizer, model.vocab_size)
@@ -139,13 +139,13 @@ class StepRunner:
         )
 
 
-def _native_log_sum_exp() -> LogSumExp | None:
-    """The native routine, ten times faster than numpy's, where the library is there."""
+def _native_rows() -> tuple[LogSumExp | None, Weigh | None]:
+    """The native routines, many times faster than numpy's, where the library is there."""
     from remora.kernels.native.library import load_library
-    from remora.kernels.native.operations import log_sum_exp_rows
+    from remora.kernels.native.operations import log_sum_exp_rows, weigh_row
 
     try:
         load_library()
     except KernelError:
-        return None
-    return log_sum_exp_rows
+        return None, None
+    return log_sum_exp_rows, weigh_row

@@ -123,6 +123,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "remora_rms_norm": (c_int32, [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "remora_rope": (c_int32, [c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "remora_weigh_row": (c_int32, [c_int32, c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p]),
     "remora_argmax_rows": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
 }
 
@@ -178,10 +179,14 @@ class NativeLibrary:
 _loaded: dict[Path, NativeLibrary] = {}
 
 
+# Found once: resolving a path takes longer than most of the operations.
+_INSTALLED_PATH = Path(__file__).resolve().parent / LIBRARY_NAME
+
+
 def library_path() -> Path:
     """Where the library of this installation is, or REMORA_NATIVE_LIBRARY."""
     named = os.environ.get(LIBRARY_VARIABLE)
-    return Path(named) if named else Path(__file__).resolve().parent / LIBRARY_NAME
+    return Path(named) if named else _INSTALLED_PATH
 
 
 def load_library() -> NativeLibrary:

@@ -10,6 +10,8 @@ from remora.kernels.native.library import DTYPES, load_library
 from remora.platform.base.errors import KernelError
 
 Float32 = NDArray[np.float32]
+#: As in src/rows.h.
+WEIGHT_PIECE = 256
 
 
 def _contiguous(array: Float32, name: str, ndim: int) -> Float32:
@@ -28,6 +30,39 @@ def log_sum_exp_rows(logits_RV: Float32, *, level: str | None = None) -> Float32
     """log Σ exp of each row, so that log-probabilities are logits minus it; NaN for a row with a NaN."""
     _, _, log_sum_exp = _argmax(logits_RV, level, with_log_sum_exp=True)
     return log_sum_exp
+
+
+def weigh_row(
+    logits_V: Float32,
+    largest: float,
+    factor: float,
+    weights_V: Float32,
+    piece_sums_P: Float32,
+    *,
+    level: str | None = None,
+) -> None:
+    """weights = exp((logits - largest) * factor), and the sum of every WEIGHT_PIECE of them (the last one shorter).
+
+    All arrays are contiguous fp32. Raises KernelError when they do not fit.
+    """
+    num_pieces = -(-len(logits_V) // WEIGHT_PIECE)
+    if weights_V.shape != logits_V.shape or piece_sums_P.shape != (num_pieces,):
+        raise KernelError(f"{weights_V.shape} and {piece_sums_P.shape} do not fit {len(logits_V)} logits")
+    for array in (logits_V, weights_V, piece_sums_P):
+        if array.dtype != np.float32 or not array.flags.c_contiguous:
+            raise KernelError("logits, weights and sums must be contiguous fp32")
+    library = load_library()
+    library.check(
+        library.functions.remora_weigh_row(
+            library.level_number(level),
+            logits_V.ctypes.data,
+            len(logits_V),
+            largest,
+            factor,
+            weights_V.ctypes.data,
+            piece_sums_P.ctypes.data,
+        )
+    )
 
 
 def _argmax(

@@ -108,6 +108,24 @@ def test_argmax_finds_the_first_maximum_and_the_sum_of_exponentials(level: str, 
     np.testing.assert_allclose(operations.log_sum_exp_rows(logits, level=level), expected, rtol=2e-7, atol=2e-6)
 
 
+@pytest.mark.parametrize("num_columns", [1, 15, 256, 257, 1003, 49152])
+def test_weights_and_their_piecewise_sums_equal_numpys(level: str, num_columns: int) -> None:
+    logits = normal(1, num_columns)[0] * 10
+    logits[:: max(1, num_columns // 7)] = -np.inf
+    logits[num_columns // 2] = 40.0
+    weights, sums = np.empty_like(logits), np.empty(-(-num_columns // 256), np.float32)
+    operations.weigh_row(logits, 40.0, 1.25, weights, sums, level=level)
+    expected = np.exp((logits.astype(np.float64) - 40.0) * 1.25)
+    np.testing.assert_allclose(weights, expected, rtol=3e-5, atol=1e-37)
+    assert weights[num_columns // 2] == 1.0
+    starts = np.arange(0, num_columns, 256)
+    np.testing.assert_allclose(sums, np.add.reduceat(weights.astype(np.float64), starts), rtol=1e-5, atol=1e-37)
+    with pytest.raises(KernelError, match="fit"):
+        operations.weigh_row(logits, 0.0, 1.0, weights[1:], sums, level=level)
+    with pytest.raises(KernelError, match="contiguous"):
+        operations.weigh_row(logits.astype(np.float64), 0.0, 1.0, weights, sums, level=level)  # type: ignore[arg-type]
+
+
 def test_argmax_marks_a_row_with_a_nan(level: str) -> None:
     logits = normal(3, 1003)
     logits[0, 1002] = logits[1, 5] = np.nan

@@ -163,6 +163,15 @@ REMORA_EXPORT int32_t remora_rope(int32_t level, float* heads, const float* cos,
   });
 }
 
+// out[count] = exp((x - maximum) * factor); piece_sums holds a sum for every 256 of it.
+REMORA_EXPORT int32_t remora_weigh_row(int32_t level, const float* x, int64_t count, float maximum, float factor,
+                                       float* out, float* piece_sums) {
+  return guarded(-1, [&] {
+    kernels_or_default(level).weigh_row(x, count, maximum, factor, out, piece_sums);
+    return 0;
+  });
+}
+
 // index[row] of the first maximum, or -1 for a row with a NaN; log_sum_exp may be null.
 REMORA_EXPORT int32_t remora_argmax_rows(int32_t level, const float* x, int64_t rows, int64_t count, int32_t* index,
                                          float* maximum, float* log_sum_exp) {

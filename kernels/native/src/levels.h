@@ -19,6 +19,7 @@ struct LevelKernels {
   void (*rope_head)(float* head, const float* cos, const float* sin, int64_t head_dim);
   int32_t (*argmax_row)(const float* x, int64_t count, float* maximum);
   float (*log_sum_exp_row)(const float* x, int64_t count);
+  void (*weigh_row)(const float* x, int64_t count, float maximum, float factor, float* out, float* piece_sums);
   void (*store_kv)(Team& team, const Step& step, const Arena& arena, int32_t layer, const float* k, int64_t k_stride,
                    const float* v, int64_t v_stride);
   void (*attention)(Team& team, const Step& step, const Arena& arena, const AttentionCall& call,

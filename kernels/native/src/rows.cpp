@@ -81,4 +81,32 @@ float log_sum_exp_row(const float* x, int64_t count) {
   return maximum + static_cast<float>(__builtin_log(total));
 }
 
+void weigh_row(const float* x, int64_t count, float maximum, float factor, float* out, float* piece_sums) {
+  constexpr int WIDTH = 16;  // partial sums of a piece: as many as the widest level has lanes
+  const vfloat largest = splat(maximum), scale = splat(factor);
+  for (int64_t begin = 0; begin < count; begin += WEIGHT_PIECE) {
+    const int64_t end = begin + WEIGHT_PIECE < count ? begin + WEIGHT_PIECE : count;
+    vfloat partial[WIDTH / LANES] = {};
+    int64_t i = begin;
+    for (; i + WIDTH <= end; i += WIDTH) {
+      for (int v = 0; v < WIDTH / LANES; ++v) {
+        const vfloat weight = exp((load(x + i + v * LANES) - largest) * scale);
+        store(out + i + v * LANES, weight);
+        partial[v] += weight;
+      }
+    }
+    float sums[WIDTH];
+    for (int v = 0; v < WIDTH / LANES; ++v) store(sums + v * LANES, partial[v]);
+    for (int half = WIDTH / 2; half > 0; half /= 2)
+      for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+    for (; i < end; ++i) {
+      float lanes[LANES];
+      store(lanes, exp((splat(x[i]) - largest) * scale));
+      out[i] = lanes[0];
+      sums[0] += lanes[0];
+    }
+    piece_sums[begin / WEIGHT_PIECE] = sums[0];
+  }
+}
+
 }  // namespace remora::REMORA_LEVEL
