@@ -9,12 +9,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from pool_helpers import BLOCK_TOKENS, KiB, geometry, settings
 from ray.exceptions import ActorUnavailableError
 
+from remora.cache_actors.kv_sequences import KVSequences
 from remora.cache_actors.pool_actor import PoolActor
 from remora.cache_actors.pool_client import PoolClient
+from remora.kernels.layout import V_SIDE, BlockLayout
+from remora.kernels.mover import KVMover
 from remora.namespaces.commands import (
     Admit,
     Admitted,
@@ -25,7 +30,7 @@ from remora.namespaces.commands import (
     Release,
     Wait,
 )
-from remora.platform.base.errors import PoolError
+from remora.platform.base.errors import Conflict, PoolError, UnknownSequence
 from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, ReplicaId, SequenceId
 
 UNSTAMPED = LeaseId("")
@@ -225,3 +230,45 @@ async def test_nothing_can_be_sent_after_detach(handle: Handle) -> None:
     assert not client.may_emit()
     with pytest.raises(PoolError, match="given back"):
         client.send(release("s"))
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.3])
+async def test_sequences_are_edited_through_a_client_whatever_calls_are_lost(handle: Handle, loss: float) -> None:
+    """Tokens are bytes of V: what is read through the tables is what llama.cpp would have there."""
+    client = await attach(handle)
+    log = Log(client)
+    handle.loss = loss
+    kv = BlockLayout(client.memory.geometry).torch_view(client.memory.data)
+    sequences = KVSequences(client.ask, KVMover(client.memory, np.ones(8, np.float32)))
+    admitted = await client.ask(admit("a", 3))
+    assert isinstance(admitted, Admitted)
+    tables = {"a": list(admitted.blocks)}
+    for position in range(2 * BLOCK_TOKENS + 5):
+        block, slot = divmod(position, BLOCK_TOKENS)
+        kv[tables["a"][block], 0, V_SIDE, 0, slot, 0] = position
+
+    def read(name: str, count: int) -> list[int]:
+        values = torch.cat([kv[block, 0, V_SIDE, 0, :, 0] for block in tables[name]])
+        return [int(value) for value in values[:count]]
+
+    a, b = SequenceId("a"), SequenceId("b")
+    length = 2 * BLOCK_TOKENS + 5
+    forked = await sequences.seq_cp(a, b, num_tokens=length)
+    tables["b"] = tables["a"][: forked.num_kept_blocks] + list(forked.blocks)
+    edited = await sequences.seq_rm(a, 3, 10, close_gap=True, num_tokens=length)
+    tables["a"] = tables["a"][: edited.num_kept_blocks] + list(edited.blocks)
+    everything = list(range(length))
+    assert read("a", length - 7) == everything[:3] + everything[10:]
+    assert read("b", length) == everything
+    assert await sequences.seq_pos_max(a) == length - 8
+    assert await sequences.seq_pos_min(b) == 0
+    with pytest.raises(Conflict):
+        await sequences.seq_cp(a, b)
+    with pytest.raises(UnknownSequence):
+        await sequences.seq_rm(SequenceId("nobody"))
+    assert await sequences.seq_keep(a) == 1
+    assert (await sequences.clear(data=True)).num_sequences == 1
+    assert not kv[tables["a"]].any()
+    assert log.items == [], "answers that were asked for go nowhere else"
+    handle.loss = 0.0
+    await client.detach()
