@@ -149,12 +149,13 @@ class Admission:
         """References the longest cached prefix and grants the rest, or does neither."""
         parts = self.parts
         ledger, space = parts.ledger, lease.space
+        idle = not ledger.num_referenced
         realm = parts.realm(lease, namespace)
         matched = PrefixIndex.match(realm, admit.hashes, self._max_match(lease, admit))
         for block in matched:
             ledger.acquire(block)
         count = admit.num_blocks - len(matched)
-        plan = parts.placement.plan(namespace, space, count)
+        plan = parts.placement.plan(namespace, space, count, idle=idle)
         if isinstance(plan, Shortage):
             for block in reversed(matched):
                 ledger.drop(block)
@@ -176,6 +177,8 @@ class Admission:
             sequence_id=admit.sequence_id,
             blocks=tuple([block.index for block in sequence.blocks]),
             num_cached_blocks=len(matched),
+            evicted_blocks=plan.num_evicted(),
+            borrowed_bytes=namespace.borrowed_bytes,
         )
 
     def _revoke(self, lease: Lease, namespace: Namespace, shortage: Shortage, entitled: Namespace) -> None:

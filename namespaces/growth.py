@@ -46,7 +46,8 @@ class Growth:
         if sequence.preempted:
             return None
         namespace, space = sequence.namespace, sequence.space
-        plan = parts.placement.plan(namespace, space, count)
+        idle = len(parts.running.sequences) == 1
+        plan = parts.placement.plan(namespace, space, count, idle=idle)
         if isinstance(plan, Shortage):
             entitled = namespace.entitlement(count * space.block_bytes)
             parts.running.set_claim(sequence, "guaranteed" if entitled is not None else "borrowed")

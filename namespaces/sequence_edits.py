@@ -201,7 +201,8 @@ class SequenceEdits:
         )
 
     def _plan(self, sequence: Sequence, count: int) -> Plan | Shortage:
-        return self.parts.placement.plan(sequence.namespace, sequence.space, count)
+        idle = len(self.parts.running.sequences) == 1
+        return self.parts.placement.plan(sequence.namespace, sequence.space, count, idle=idle)
 
     def _grant(self, sequence: Sequence, plan: Plan, count: int) -> list[Block]:
         namespace, space = sequence.namespace, sequence.space

@@ -203,7 +203,13 @@ class RequestBook:
             live.num_cached_tokens = num_cached
         self.counters.num_cached_tokens += num_cached
         self._scheduler.hints.add(sequence.hashes[: admitted.num_cached_blocks])
-        sequence.spans.answered(sequence, "admitted", num_cached_tokens=num_cached)
+        sequence.spans.answered(
+            sequence,
+            "admitted",
+            num_cached_tokens=num_cached,
+            evicted_blocks=admitted.evicted_blocks,
+            borrowed_bytes=admitted.borrowed_bytes,
+        )
 
     def on_parked(self, sequence: Sequence) -> None:
         """One of a namespace waits at the pool, for its line; the others wait here, where priorities count and no
@@ -238,6 +244,7 @@ class RequestBook:
         self.has_preempted = True
         self.counters.num_preemptions += 1
         sequence.num_preemptions += 1
+        sequence.spans.preempted(sequence, reason)
         self._take_back(sequence)
 
     # ---- contexts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from remora.platform.base import telemetry_names as names
@@ -34,21 +35,38 @@ class SequenceSpans:
         """The pool was asked for memory."""
         self._admit_unix_ns = time.time_ns()
 
-    def answered(self, sequence: Sequence, answer: str, *, num_cached_tokens: int = 0) -> None:
-        """The pool gave memory or refused it for good: `answer` is "admitted" or "over_quota"."""
+    def answered(
+        self,
+        sequence: Sequence,
+        answer: str,
+        *,
+        num_cached_tokens: int = 0,
+        evicted_blocks: Iterable[tuple[str, int]] = (),
+        borrowed_bytes: int = 0,
+    ) -> None:
+        """The pool gave memory or refused it for good: `answer` is "admitted" or "over_quota".
+
+        `evicted_blocks`: how many went to make room, by cause; `borrowed_bytes`: what the namespace holds above its
+        guarantee.
+        """
         now_ns = time.time_ns()
         self._prefill_unix_ns = now_ns
-        self._write(
-            sequence,
-            names.POOL_ADMIT,
-            self._admit_unix_ns,
-            {
-                names.REMORA_ADMIT_ANSWER: answer,
-                names.REMORA_ADMIT_CACHED_TOKENS: num_cached_tokens,
-                names.REMORA_ADMIT_BLOCKS: sequence.num_blocks,
-                names.REMORA_WAIT_S: (now_ns - sequence.live.submitted_unix_ns) * 1e-9,
-            },
-        )
+        attributes: dict[str, str | int | float | list[str]] = {
+            names.REMORA_ADMIT_ANSWER: answer,
+            names.REMORA_ADMIT_CACHED_TOKENS: num_cached_tokens,
+            names.REMORA_ADMIT_BLOCKS: sequence.num_blocks,
+            names.REMORA_WAIT_S: (now_ns - sequence.live.submitted_unix_ns) * 1e-9,
+        }
+        if evicted := dict(evicted_blocks):
+            attributes[names.REMORA_EVICT_CAUSE] = list(evicted)
+            attributes[names.REMORA_EVICT_BLOCKS] = sum(evicted.values())
+        if borrowed_bytes:
+            attributes[names.REMORA_BORROWED_BYTES] = borrowed_bytes
+        self._write(sequence, names.POOL_ADMIT, self._admit_unix_ns, attributes)
+
+    def preempted(self, sequence: Sequence, reason: str) -> None:
+        """The pool took the memory back; the sequence queues again."""
+        self._write(sequence, names.QUOTA_REVOKE, time.time_ns(), {names.REMORA_REVOKE_REASON: reason})
 
     def stepped(self) -> None:
         """A step computed a part of the sequence."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 ROUTER_ROUTE = "router.route"
 POOL_ADMIT = "pool.admit"
-POOL_EVICT = "pool.evict"
-QUOTA_BORROW = "quota.borrow"
 QUOTA_REVOKE = "quota.revoke"
 ENGINE_PREFILL = "engine.prefill"
 ENGINE_DECODE = "engine.decode"
@@ -102,7 +100,12 @@ REMORA_PREFILL_STEPS = "remora.prefill.steps"
 REMORA_DECODE_TOKENS = "remora.decode.tokens"
 REMORA_DECODE_STEPS = "remora.decode.steps"
 REMORA_PREEMPTIONS = "remora.preemptions"
-#: Why blocks were evicted: "capacity", "revoke", "shrink", "trim".
+#: Why cached blocks went to make room: causes of namespaces/blocks.py.
 REMORA_EVICT_CAUSE = "remora.evict.cause"
+REMORA_EVICT_BLOCKS = "remora.evict.blocks"
+#: What the namespace holds above its guarantee.
+REMORA_BORROWED_BYTES = "remora.quota.borrowed_bytes"
+#: Why a running sequence lost its memory.
+REMORA_REVOKE_REASON = "remora.revoke.reason"
 REMORA_BLOCKS = "remora.blocks"
 REMORA_BYTES = "remora.bytes"

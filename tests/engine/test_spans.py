@@ -50,3 +50,19 @@ def test_a_choice_writes_admission_prefill_and_decode_into_the_requests_trace(re
     assert mine["engine.decode"]["attributes"]["remora.decode.steps"] == 5
     assert list(mine["engine.decode"]["attributes"]["gen_ai.response.finish_reasons"]) == ["length"]
     assert mine["pool.admit"]["parent_span_id"] == mine["router.route"]["span_id"]
+
+
+def test_what_was_evicted_for_a_choice_and_what_was_taken_from_it_is_in_its_trace(read_spans) -> None:
+    one = Harness(num_blocks=16)
+    ids = [one.submit(f"prompt {i:04d}", max_tokens=20) for i in range(4)]
+    one.finish()
+    num_preemptions = one.engine.stats().num_preemptions
+    one.close()
+    spans = [span["attributes"] | {"name": span["name"]} for span in read_spans()]
+    revoked = [each for each in spans if each["name"] == "quota.revoke"]
+    assert len(revoked) == num_preemptions > 0
+    assert all("memory" in each["remora.revoke.reason"] for each in revoked)
+    assert {each["remora.request.id"] for each in revoked} < set(ids)
+    evicted = [each for each in spans if "remora.evict.blocks" in each]
+    assert {each["name"] for each in evicted} == {"pool.admit"}
+    assert all(each["remora.evict.blocks"] > 0 and each["remora.evict.cause"] for each in evicted)
