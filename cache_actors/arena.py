@@ -57,6 +57,8 @@ class MappedArena(Protocol):
 
     def zero(self, offset: int, num_bytes: int) -> None: ...
 
+    def copy(self, source: int, target: int, num_bytes: int) -> None: ...
+
     def close(self) -> None: ...
 
     def unlink(self) -> None: ...
@@ -187,6 +189,12 @@ class Arena:
         if not 0 <= offset <= offset + num_bytes <= len(self.data):
             raise ValueError(f"{offset} .. {offset + num_bytes} is outside the arena's {len(self.data)} bytes")
         self.data[offset : offset + num_bytes] = 0
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copies a range of the data to another that does not touch it. Raises ValueError outside the data."""
+        if min(source, target) < 0 or max(source, target) + num_bytes > len(self.data):
+            raise ValueError(f"{source} or {target} .. +{num_bytes} is outside the arena's {len(self.data)} bytes")
+        self.data[target : target + num_bytes] = self.data[source : source + num_bytes]
 
     def close(self) -> None:
         """Unmaps (as soon as no array refers to `data`) and gives ownership up. The file stays."""

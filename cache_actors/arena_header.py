@@ -4,6 +4,7 @@
     1024   incarnation word      0 = this arena is dead: no replica may emit a token any more
     1032   restarts word         times the pool actor came back to this arena
     1040   effects word          number of the last journal record whose effects on the data are done
+    1048   effect step word      effects of the records behind it that are done
     4096   1024 lease generation words
     12288  end of the header; data starts at `data_offset`
 
@@ -27,6 +28,7 @@ _FORMAT: Final = 1
 _INCARNATION_WORD: Final = 1024 // 8
 _RESTARTS_WORD: Final = _INCARNATION_WORD + 1
 _EFFECTS_WORD: Final = _INCARNATION_WORD + 2
+_STEP_WORD: Final = _INCARNATION_WORD + 3
 _LEASE_WORDS: Final = 4096 // 8
 _HEAD: Final = struct.Struct("<8sIII")  # magic, format, bytes of the identity, CRC of the identity
 _MAX_WORD: Final = (1 << 64) - 1
@@ -106,6 +108,14 @@ class ArenaHeader:
     @effects_done.setter
     def effects_done(self, record_no: int) -> None:
         self._words[_EFFECTS_WORD] = record_no
+
+    @property
+    def effect_step(self) -> int:
+        return self._words[_STEP_WORD]
+
+    @effect_step.setter
+    def effect_step(self, num_done: int) -> None:
+        self._words[_STEP_WORD] = num_done
 
     def generation(self, lease_slot: int) -> int:
         return self._words[self._lease_word(lease_slot)]

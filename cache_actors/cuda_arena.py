@@ -26,6 +26,10 @@ def _cupy() -> Any:
     return cupy
 
 
+#: cudaMemcpyKind
+_DEVICE_TO_DEVICE: Final = 3
+
+
 class CudaArena:
     """The interface of Arena; `data` is [data_bytes] uint8 on the current device."""
 
@@ -90,6 +94,13 @@ class CudaArena:
         if not 0 <= offset <= offset + num_bytes <= self._data_bytes:
             raise ValueError(f"{offset} .. {offset + num_bytes} is outside the arena's {self._data_bytes} bytes")
         self._runtime.memset(self._pointer + offset, 0, num_bytes)
+        self._runtime.deviceSynchronize()
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copies a range of the data to another that does not touch it, and waits for it. Raises ValueError outside."""
+        if min(source, target) < 0 or max(source, target) + num_bytes > self._data_bytes:
+            raise ValueError(f"{source} or {target} .. +{num_bytes} is outside the arena's {self._data_bytes} bytes")
+        self._runtime.memcpy(self._pointer + target, self._pointer + source, num_bytes, _DEVICE_TO_DEVICE)
         self._runtime.deviceSynchronize()
 
     def close(self) -> None:

@@ -4,8 +4,8 @@
     ▲ a crash from here on: the command took effect,
       its unanswered caller repeats it and gets the stored answer
 
-Effects of records behind the note are done again at recovery: their answers cannot have left, so nobody has written to
-those blocks yet. A record whose replay raises was never answered either; it is left out.
+Effects of records behind the note that are not noted one by one are done at recovery: their answers cannot have left,
+so nobody has written to those blocks yet. A record whose replay raises was never answered either; it is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from remora.cache_actors.memory_budget import available_memory_bytes
 from remora.cache_actors.pool_settings import PoolSettings
 from remora.cache_actors.stale_files import journal_path
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, Refused, SetQuota
-from remora.namespaces.effects import Effect, ZeroBlocks
+from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.quota_changes import quota_changes
 from remora.namespaces.report import LeaseReport, PoolReport
@@ -76,7 +76,7 @@ class DurablePool:
             answers = self._rebuild(last_record_no - len(commands) + 1, len(commands))
         else:
             self._perform(self._state.take_effects())
-        self.arena.header.effects_done = last_record_no
+        self._note_done(last_record_no)
         if self._journal.is_due:
             try:
                 self._journal.compact(self._state.snapshot())
@@ -124,7 +124,7 @@ class DurablePool:
                 raise IntegrityError(f"lease slot {slot}: word {header.generation(slot)}, state {generation}")
         if header.incarnation != self._state.config.incarnation:
             raise IntegrityError("the arena's incarnation is not the state's")
-        if header.effects_done != self._journal.last_record_no:
+        if (header.effects_done, header.effect_step) != (self._journal.last_record_no, 0):
             raise IntegrityError("an answer may have left before its effects were done")
 
     def retire(self) -> None:
@@ -172,7 +172,7 @@ class DurablePool:
         self._state = state
         self._adopt_effects(effects)
         self._journal = JournalFile(path, state.snapshot(), log.last_record_no)
-        placed.arena.header.effects_done = log.last_record_no
+        self._note_done(log.last_record_no)
         placed.arena.header.num_restarts += 1
         refusal = self._set_quotas(self._configured_quotas() if placed.is_orphan else self._missing_quotas())
         if refusal is not None:
@@ -191,21 +191,32 @@ class DurablePool:
         return [answers.get(number, failed) for number in range(first_record_no, first_record_no + count)]
 
     def _adopt_effects(self, effects: Sequence[Effect]) -> None:
-        """Does what may not have been done, and sets every word but those of leases that are being revoked."""
-        self._perform([effect for effect in effects if isinstance(effect, ZeroBlocks)])
+        """Does what has not been done, and sets every word but those of leases that are being revoked."""
+        self._perform(effects, first=self.arena.header.effect_step, with_words=False)
         live = {lease.lease_slot for lease in self._state.leases()}
         header = self.arena.header
         for slot, generation in enumerate(self._state.generation_words()):
             if header.generation(slot) != FENCED or slot not in live:
                 header.set_generation(slot, generation)
 
-    def _perform(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, ZeroBlocks):
-                for block in effect.blocks:
-                    self.arena.zero(block * effect.block_bytes, effect.block_bytes)
-            else:
-                self.arena.header.set_generation(effect.lease_slot, effect.value)
+    def _perform(self, effects: Sequence[Effect], *, first: int = 0, with_words: bool = True) -> None:
+        """Does effects of the records behind the note, from number `first` on, in order; notes each."""
+        for number, effect in enumerate(effects[first:], first):
+            match effect:
+                case ZeroBlocks(block_bytes=size, blocks=blocks):
+                    for block in blocks:
+                        self.arena.zero(block * size, size)
+                case CopyBlocks(block_bytes=size, pairs=pairs):
+                    for source, target in pairs:
+                        self.arena.copy(source * size, target * size, size)
+                case SetGeneration(lease_slot=slot, value=value) if with_words:
+                    self.arena.header.set_generation(slot, value)
+            self.arena.header.effect_step = number + 1
+
+    def _note_done(self, record_no: int) -> None:
+        """All effects up to the record are done. In this order: a crash in between leaves a step without effects."""
+        self.arena.header.effects_done = record_no
+        self.arena.header.effect_step = 0
 
     # ---- quotas ------------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from remora.namespaces.commands import (
     SetQuota,
     Tick,
 )
-from remora.namespaces.effects import SetGeneration, ZeroBlocks
+from remora.namespaces.effects import CopyBlocks, SetGeneration, ZeroBlocks
 from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.platform.base.clock import Clock, SystemClock
@@ -69,7 +69,7 @@ class LocalDevice:
 
     def __init__(self, *, data_bytes: int, extent_bytes: int, clock: Clock | None = None) -> None:
         config = PoolStateConfig(
-            data_bytes=data_bytes, extent_bytes=extent_bytes, reserved_bytes=1 << 40, incarnation=1, eviction="lru"
+            data_bytes=data_bytes, extent_bytes=extent_bytes, reserved_bytes=1 << 40, incarnation=1, eviction="value"
         )
         self.state = PoolState(config)
         self.data: NDArray[np.uint8] = np.zeros(data_bytes, np.uint8)
@@ -139,6 +139,11 @@ class LocalDevice:
                     case ZeroBlocks(block_bytes=size, blocks=blocks):
                         for block in blocks:
                             self.data[block * size : (block + 1) * size] = 0
+                    case CopyBlocks(block_bytes=size, pairs=pairs):
+                        for source, target in pairs:
+                            self.data[target * size : (target + 1) * size] = self.data[
+                                source * size : (source + 1) * size
+                            ]
                     case SetGeneration(lease_slot=slot, value=value):
                         self._generations[slot] = value
             return answer

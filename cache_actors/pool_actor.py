@@ -41,12 +41,15 @@ from remora.namespaces.commands import (
     Attach,
     Attached,
     AttachRefused,
+    Compact,
+    Compacted,
     Detached,
     EndSession,
     LeaseLost,
     Refused,
     SetQuota,
     Tick,
+    Trim,
 )
 from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
@@ -60,6 +63,9 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S: Final = 0.1
 _IDLE_S: Final = 0.5
+#: How long a compaction goes on when blocks are in use, and how often it looks whether they have been let go.
+_COMPACTION_S: Final = 10.0
+_COMPACTION_PAUSE_S: Final = 0.02
 _NAME_PREFIX: Final = "pool-"
 
 
@@ -141,6 +147,33 @@ class PoolActor:
         """Creates a namespace or changes its quota; QuotaSet, or Refused with the reason."""
         return self._commit([msgspec.structs.replace(command, lease_id=POOL_LEASE, call_no=0)])[0]
 
+    async def trim(self, namespace_id: NamespaceId, target_bytes: int | None) -> AnyAnswer:
+        """Gives up a namespace's cache down to a size, by default its guarantee; Trimmed, or Refused."""
+        if target_bytes is None:
+            known = {each.namespace_id: each.guaranteed_bytes for each in self._pool.describe().namespaces}
+            target_bytes = known.get(namespace_id, 0)
+        return self._commit([Trim(lease_id=POOL_LEASE, namespace_id=namespace_id, target_bytes=target_bytes)])[0]
+
+    async def compact(self, namespace_id: NamespaceId) -> AnyAnswer:
+        """Moves the blocks of the namespace's geometry together, round by round, others' calls in between. Compacted
+        with what all rounds did, or Refused."""
+        total = Compacted()
+        deadline_s = time.monotonic() + _COMPACTION_S
+        while True:
+            answer = self._commit([Compact(lease_id=POOL_LEASE, namespace_id=namespace_id)])[0]
+            if not isinstance(answer, Compacted):
+                return answer
+            total = Compacted(
+                num_moved_blocks=total.num_moved_blocks + answer.num_moved_blocks,
+                num_moving_blocks=answer.num_moving_blocks,
+                num_released_extents=total.num_released_extents + answer.num_released_extents,
+                num_extents=answer.num_extents,
+            )
+            is_done = not answer.num_moved_blocks and not answer.num_moving_blocks
+            if is_done or time.monotonic() > deadline_s:
+                return total
+            await asyncio.sleep(_COMPACTION_PAUSE_S if answer.num_moving_blocks else 0)
+
     async def end_sessions(self, session_ids: list[SessionId]) -> None:
         """These sessions are over: what only they had cached goes before anything else."""
         self._commit([EndSession(lease_id=POOL_LEASE, session_id=session_id) for session_id in session_ids])
@@ -182,7 +215,9 @@ class PoolActor:
 
     def _apply(self, lease_id: LeaseId, commands: list[AnyCommand]) -> list[AnyAnswer]:
         for command in commands:
-            if command.lease_id != lease_id or isinstance(command, LeaseLost | SetQuota | EndSession | Tick):
+            if command.lease_id != lease_id or isinstance(
+                command, LeaseLost | SetQuota | EndSession | Tick | Compact | Trim
+            ):
                 return [Refused(error=StaleLease.__name__, message="not a command of this lease")] * len(commands)
         answers: list[AnyAnswer] = []
         if commands and isinstance(commands[0], Attach):

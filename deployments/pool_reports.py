@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from remora.cache_actors.pool_actor import find_pools
 from remora.cache_actors.pool_messages import PoolBinding, PoolDescription
-from remora.namespaces.commands import Quota, Refused
+from remora.namespaces.commands import Compacted, Quota, Refused, Trimmed
 from remora.namespaces.quota_changes import change_of, quota_of
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.errors import InvalidRequest, Unavailable
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: A pool that is restarting is left out of an answer rather than waited for.
 TIMEOUT_S = 2.0
+#: Trimming and compacting take their time.
+_LONG_TIMEOUT_S = 30.0
 
 Result = TypeVar("Result")
 
@@ -54,6 +56,29 @@ class ClusterPools:
                     await _ask(changed.set_quota.remote(change_of(before, quota_of(before))))
                 raise InvalidRequest(answer.message, field="guaranteed")
             done.append((pool, report))
+
+    async def trim(self, namespace_id: NamespaceId, target_bytes: int | None) -> dict[str, Trimmed]:
+        """Gives up the namespace's cache down to a size in each pool, by default its guarantee there. By pool."""
+        return await self._of_each(namespace_id, "trim", Trimmed, target_bytes)
+
+    async def compact(self, namespace_id: NamespaceId) -> dict[str, Compacted]:
+        """Moves the blocks of the namespace's geometry together in each pool. By pool."""
+        return await self._of_each(namespace_id, "compact", Compacted)
+
+    async def _of_each(
+        self, namespace_id: NamespaceId, method: str, kind: type[Result], *arguments: Any
+    ) -> dict[str, Result]:
+        holders = await self._holders(namespace_id)
+        calls = [
+            _ask(getattr(pool, method).remote(namespace_id, *arguments), timeout_s=_LONG_TIMEOUT_S)
+            for pool, *_ in holders
+        ]
+        found: dict[str, Result] = {}
+        for (_, pool_id, _), answer in zip(holders, await asyncio.gather(*calls), strict=True):
+            if not isinstance(answer, kind):
+                raise Unavailable(f"Pool {pool_id} did not {method} {namespace_id!r}: {answer}")
+            found[pool_id] = answer
+        return found
 
     async def _holders(self, namespace_id: NamespaceId) -> list[tuple[Any, str, NamespaceReport]]:
         """Pools that have the namespace: handle, id, what they say about it."""
@@ -96,10 +121,10 @@ class ClusterPools:
             return None
 
 
-async def _ask(call: Awaitable[Result]) -> Result:
+async def _ask(call: Awaitable[Result], *, timeout_s: float = TIMEOUT_S) -> Result:
     """Raises Unavailable when the pool does not answer in time; what it was asked may have happened."""
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await call
     except (RayError, TimeoutError) as error:
         raise Unavailable(f"A pool does not answer: {str(error).partition(chr(10))[0]}; try again.") from None

@@ -149,13 +149,12 @@ class Admission:
         """References the longest cached prefix and grants the rest, or does neither."""
         parts = self.parts
         ledger, space = parts.ledger, lease.space
-        idle = not ledger.num_referenced
         realm = parts.realm(lease, namespace)
         matched = PrefixIndex.match(realm, admit.hashes, self._max_match(lease, admit))
         for block in matched:
             ledger.acquire(block)
         count = admit.num_blocks - len(matched)
-        plan = parts.placement.plan(namespace, space, count, idle=idle)
+        plan = parts.placement.plan(namespace, space, count)
         if isinstance(plan, Shortage):
             for block in reversed(matched):
                 ledger.drop(block)

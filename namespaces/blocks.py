@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from remora.namespaces.effects import Effect, ZeroBlocks
+from remora.namespaces.effects import CopyBlocks, Effect, ZeroBlocks
 from remora.namespaces.eviction import make_policy
 from remora.namespaces.extents import Extent, GeometrySpace
 from remora.namespaces.prefix_index import PrefixIndex, Realm
@@ -21,14 +21,13 @@ from remora.namespaces.quotas import Holding, Namespace, QuotaBook
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import BlockHash
 
-EvictionCause = Literal["limit", "own", "borrowed", "extent", "fragmentation", "quota", "cleared"]
+EvictionCause = Literal["limit", "own", "borrowed", "extent", "quota", "cleared"]
 """Why a cached block went:
 
 limit          its namespace reached its own limit          own    its namespace needed the memory itself
 borrowed       it was borrowed and another had a better claim
 extent         its extent went to another geometry          quota  the quota was lowered
 cleared        somebody asked for it to be forgotten
-fragmentation  it was guaranteed, but its nearly empty extent was the only way to memory another one was entitled to
 """
 
 
@@ -127,6 +126,29 @@ class BlockLedger:
             holding.namespace.charge(-size, size)
             holding.policy.add(block)
 
+    def relocate(self, block: Block, extent: Extent, index: int) -> None:
+        """Moves the record of an unreferenced block to a free place; the caller sees to its bytes."""
+        space, old_extent, old_index = block.holding.space, block.extent, block.index
+        extent.claim(index, block.holding.namespace.domain)
+        space.free(old_extent, old_index)
+        block.extent, block.index = extent, index
+        space.put(extent, block)
+        self.renumber(block, old_index)
+
+    @staticmethod
+    def renumber(block: Block, old_index: int) -> None:
+        """Lets the parent know its child by its new index."""
+        if block.parent is not None and block.parent.children is not None:
+            del block.parent.children[old_index]
+            block.parent.children[block.index] = block
+
+    def copy(self, space: GeometrySpace, pairs: list[tuple[int, int]]) -> None:
+        """Has bytes copied, (from, to) in block indices; no place is both."""
+        if pairs:
+            self.effects.append(
+                CopyBlocks(geometry_id=space.geometry_id, block_bytes=space.block_bytes, pairs=tuple(pairs))
+            )
+
     def retire(self, tail: Block) -> None:
         """A session that ended with this block is over: what nobody else uses or continues is not expected back."""
         block: Block | None = tail
@@ -193,7 +215,7 @@ class BlockLedger:
             while stack:
                 block = stack[-1]
                 if block.children:
-                    stack.extend(block.children.values())
+                    stack.extend(block.children[index] for index in sorted(block.children))
                 else:
                     stack.pop()
                     self.evict(block, cause)

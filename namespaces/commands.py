@@ -133,6 +133,23 @@ class EndSession(Command, frozen=True, kw_only=True, tag=True):
     session_id: SessionId
 
 
+class Compact(Command, frozen=True, kw_only=True, tag=True):
+    """Moves blocks of the geometry of the namespace's model together (namespaces/compaction.py). A command of the pool
+    itself."""
+
+    namespace_id: NamespaceId
+    #: Blocks to move in this round, about.
+    max_blocks: int = 256
+
+
+class Trim(Command, frozen=True, kw_only=True, tag=True):
+    """Evicts cached blocks of a namespace and all below it until they hold no more than this. Those below it keep what
+    they are guaranteed. A command of the pool itself."""
+
+    namespace_id: NamespaceId
+    target_bytes: int
+
+
 class Tick(Command, frozen=True, kw_only=True, tag=True):
     """Lets time pass: parked admissions past their deadline are answered."""
 
@@ -217,6 +234,20 @@ class QuotaSet(Answer, frozen=True, kw_only=True, tag=True):
     revoked_bytes: int = 0
 
 
+class Compacted(Answer, frozen=True, kw_only=True, tag=True):
+    num_moved_blocks: int = 0
+    #: Blocks that wait for replicas to switch to their new place.
+    num_moving_blocks: int = 0
+    num_released_extents: int = 0
+    #: Extents of the geometry now.
+    num_extents: int = 0
+
+
+class Trimmed(Answer, frozen=True, kw_only=True, tag=True):
+    trimmed_bytes: int
+    num_released_extents: int
+
+
 class Done(Answer, frozen=True, kw_only=True, tag=True):
     pass
 
@@ -229,11 +260,23 @@ class Refused(Answer, frozen=True, kw_only=True, tag=True):
 
 
 AnyCommand = (
-    Attach | Admit | Extend | Publish | Release | Detach | LeaseLost | SetQuota | EndSession | Tick | SequenceCommand
+    Attach
+    | Admit
+    | Extend
+    | Publish
+    | Release
+    | Detach
+    | LeaseLost
+    | SetQuota
+    | EndSession
+    | Tick
+    | Compact
+    | Trim
+    | SequenceCommand
 )
 AnyAnswer = (
     Attached | AttachRefused | Admitted | Wait | OverQuota | Extended | Published | Released | Detached | QuotaSet
-    | Done | Refused | SequenceAnswer
+    | Compacted | Trimmed | Done | Refused | SequenceAnswer
 )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """What the shell of a pool must do to shared memory before an answer leaves.
 
-The shell journals a command, does its effects, notes in the arena that they are done, and answers. `ZeroBlocks` is done
-once: after its answer has left, doing it again would wipe what the new owner wrote. So after a restart only the effects
-of commands behind that note are done again. `SetGeneration` may be repeated.
+The shell journals a command, does its effects in order, notes in the arena after each that it is done, and answers.
+`ZeroBlocks` and `CopyBlocks` are done once: after the answer has left, zeroing again would wipe what the new owner
+wrote, and after a later effect has gone over its source, so would copying again. After a restart only what is not noted
+as done is done. An effect that was interrupted may be repeated as a whole; `SetGeneration` always.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ class ZeroBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     blocks: tuple[int, ...]
 
 
+class CopyBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks that come to lie elsewhere: (from, to) in block indices. No block is both source and target."""
+
+    geometry_id: GeometryId
+    block_bytes: int
+    pairs: tuple[tuple[int, int], ...]
+
+
 class SetGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The generation word of a lease slot. A replica whose lease has another value may emit nothing more."""
 
@@ -27,4 +36,4 @@ class SetGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     value: int
 
 
-Effect = ZeroBlocks | SetGeneration
+Effect = ZeroBlocks | CopyBlocks | SetGeneration

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 class EvictionPolicy(Protocol):
     """Holds the cached blocks of one holding. Every operation is O(log n) at most, amortised.
 
+    A cached block may come to lie elsewhere (`Block.index` changes) without a word to the policy.
     `Block.uses`, `Block.stamp` and `Block.rank` are the policy's own notes; 0 in a block it has not seen. They stay
     with the block while it is referenced and are part of the pool's snapshot.
     """
@@ -78,13 +79,13 @@ class LruPolicy:
     """Least recently released first. O(1) an operation."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._blocks: OrderedDict[Block, None] = OrderedDict()
 
     def add(self, block: Block) -> None:
-        self._blocks[block.index] = block
+        self._blocks[block] = None
 
     def take(self, block: Block) -> None:
-        del self._blocks[block.index]
+        del self._blocks[block]
 
     def hit(self, block: Block) -> None:
         """Taking and adding it again is all that counts."""
@@ -93,19 +94,19 @@ class LruPolicy:
         """Recency knows nothing of sessions."""
 
     def evict(self, block: Block) -> None:
-        del self._blocks[block.index]
+        del self._blocks[block]
 
     def first(self) -> Block | None:
-        return next(iter(self._blocks.values()), None)
+        return next(iter(self._blocks), None)
 
     def blocks(self) -> Iterable[Block]:
-        return self._blocks.values()
+        return self._blocks
 
     def dump(self) -> bytes:
-        return msgspec.msgpack.encode(list(self._blocks))
+        return msgspec.msgpack.encode([block.index for block in self._blocks])
 
     def load(self, data: bytes, blocks: Mapping[int, Block]) -> None:
-        self._blocks.update((index, blocks[index]) for index in msgspec.msgpack.decode(data, type=list[int]))
+        self._blocks.update((blocks[index], None) for index in msgspec.msgpack.decode(data, type=list[int]))
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -36,7 +36,7 @@ class ArcPolicy:
 
     def __init__(self) -> None:
         #: Least recently released first.
-        self._lists: dict[int, OrderedDict[int, Block]] = {_ONCE: OrderedDict(), _AGAIN: OrderedDict()}
+        self._lists: dict[int, OrderedDict[Block, None]] = {_ONCE: OrderedDict(), _AGAIN: OrderedDict()}
         self._ghosts = {_ONCE: GhostList(), _AGAIN: GhostList()}
         #: Blocks of each list, with those that are referenced.
         self._num_blocks = {_ONCE: 0, _AGAIN: 0}
@@ -51,7 +51,7 @@ class ArcPolicy:
             self._num_blocks[_AGAIN] += 1
             block.rank = _AGAIN
         block.uses = 0
-        self._lists[block.rank][block.index] = block
+        self._lists[block.rank][block] = None
 
     def _enter(self, block: Block) -> None:
         assert block.block_hash is not None
@@ -70,7 +70,7 @@ class ArcPolicy:
         return self._num_blocks[_ONCE] + self._num_blocks[_AGAIN]
 
     def take(self, block: Block) -> None:
-        del self._lists[block.rank][block.index]
+        del self._lists[block.rank][block]
 
     def hit(self, block: Block) -> None:
         block.uses = 1
@@ -91,19 +91,19 @@ class ArcPolicy:
     def first(self) -> Block | None:
         once, again = self._lists[_ONCE], self._lists[_AGAIN]
         from_once = once and (self._num_blocks[_ONCE] > self._target or not again)
-        return next(iter((once if from_once else again).values()), None)
+        return next(iter(once if from_once else again), None)
 
     def blocks(self) -> Iterable[Block]:
         return self._cached()
 
     def _cached(self) -> Iterator[Block]:
-        yield from self._lists[_ONCE].values()
-        yield from self._lists[_AGAIN].values()
+        yield from self._lists[_ONCE]
+        yield from self._lists[_AGAIN]
 
     def dump(self) -> bytes:
         state = _Dump(
-            list(self._lists[_ONCE]),
-            list(self._lists[_AGAIN]),
+            [block.index for block in self._lists[_ONCE]],
+            [block.index for block in self._lists[_AGAIN]],
             self._ghosts[_ONCE].dump(),
             self._ghosts[_AGAIN].dump(),
             self._target,
@@ -115,7 +115,7 @@ class ArcPolicy:
     def load(self, data: bytes, blocks: Mapping[int, Block]) -> None:
         state = msgspec.msgpack.decode(data, type=_Dump)
         for rank, cached in ((_ONCE, state.once), (_AGAIN, state.again)):
-            self._lists[rank].update((index, blocks[index]) for index in cached)
+            self._lists[rank].update((blocks[index], None) for index in cached)
         self._ghosts[_ONCE].load(state.once_ghosts)
         self._ghosts[_AGAIN].load(state.again_ghosts)
         self._target = state.target

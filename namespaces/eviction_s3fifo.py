@@ -32,23 +32,19 @@ class _Queue:
 
     def __init__(self) -> None:
         self.blocks: dict[int, Block] = {}
-        #: (place, block index); an entry counts while the block is here and its stamp is that place.
-        self._heap: list[tuple[int, int]] = []
+        #: Places; one counts while a block has it.
+        self._heap: list[int] = []
 
     def put(self, block: Block) -> None:
-        self.blocks[block.index] = block
-        heapq.heappush(self._heap, (block.stamp, block.index))
+        self.blocks[block.stamp] = block
+        heapq.heappush(self._heap, block.stamp)
         if len(self._heap) > 2 * len(self.blocks) + 64:
-            self._heap = [(each.stamp, each.index) for each in self.blocks.values()]
-            heapq.heapify(self._heap)
+            self._heap = sorted(self.blocks)
 
     def head(self) -> Block:
-        while True:
-            place, index = self._heap[0]
-            block = self.blocks.get(index)
-            if block is not None and block.stamp == place:
-                return block
+        while self._heap[0] not in self.blocks:
             heapq.heappop(self._heap)
+        return self.blocks[self._heap[0]]
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -85,7 +81,7 @@ class S3FifoPolicy:
         self._num_blocks[rank] += 1
 
     def take(self, block: Block) -> None:
-        del self._queues[block.rank].blocks[block.index]
+        del self._queues[block.rank].blocks[block.stamp]
 
     def hit(self, block: Block) -> None:
         block.uses = min(block.uses + 1, _MAX_USES)

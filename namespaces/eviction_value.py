@@ -56,7 +56,7 @@ class ValuePolicy:
     def __init__(self) -> None:
         self._model = ReuseModel()
         #: Least recently released first.
-        self._queues: dict[int, OrderedDict[int, Block]] = {}
+        self._queues: dict[int, OrderedDict[Block, None]] = {}
         self._ghosts: OrderedDict[BlockHash, tuple[int, int, int]] = OrderedDict()
         #: Releases so far.
         self._now = 0
@@ -87,7 +87,7 @@ class ValuePolicy:
         queue = self._queues.get(block.rank)
         if queue is None:
             queue = self._queues[block.rank] = OrderedDict()
-        queue[block.index] = block
+        queue[block] = None
 
     def take(self, block: Block) -> None:
         self._unlist(block)
@@ -95,7 +95,7 @@ class ValuePolicy:
 
     def _unlist(self, block: Block) -> None:
         queue = self._queues[block.rank]
-        del queue[block.index]
+        del queue[block]
         if not queue:
             del self._queues[block.rank]
         self._num_cached -= 1
@@ -123,7 +123,7 @@ class ValuePolicy:
         lowest: tuple[float, int] | None = None
         chosen: Block | None = None
         for rank, queue in self._queues.items():
-            block = next(iter(queue.values()))
+            block = next(iter(queue))
             if rank == _RETIRED:
                 return block
             worth = (_WEIGHTS[rank] * self._model.worth(rank, self._now - block.stamp), block.stamp)
@@ -136,11 +136,11 @@ class ValuePolicy:
 
     def _cached(self) -> Iterator[Block]:
         for queue in self._queues.values():
-            yield from queue.values()
+            yield from queue
 
     def dump(self) -> bytes:
         state = _Dump(
-            {rank: list(queue) for rank, queue in sorted(self._queues.items())},
+            {rank: [block.index for block in queue] for rank, queue in sorted(self._queues.items())},
             [(block_hash, *ghost) for block_hash, ghost in self._ghosts.items()],
             self._now,
             self._capacity,
@@ -151,7 +151,7 @@ class ValuePolicy:
     def load(self, data: bytes, blocks: Mapping[int, Block]) -> None:
         state = msgspec.msgpack.decode(data, type=_Dump)
         for rank, cached in state.queues.items():
-            self._queues[rank] = OrderedDict((index, blocks[index]) for index in cached)
+            self._queues[rank] = OrderedDict((blocks[index], None) for index in cached)
             self._num_cached += len(cached)
         self._ghosts.update((block_hash, (rank, stamp, uses)) for block_hash, rank, stamp, uses in state.ghosts)
         self._now = state.now

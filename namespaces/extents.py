@@ -12,7 +12,7 @@ geometry until another one needs it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 from remora.namespaces.geometry import KVGeometry
@@ -45,8 +45,8 @@ def first_run(mask: int, length: int) -> int:
 class Extent:
     """One slice of the arena; its owner is the ExtentMap."""
 
-    __slots__ = ("blocks", "first_block", "free_mask", "index", "last_domains", "num_blocks", "num_referenced",
-                 "residue", "space")  # fmt: skip
+    __slots__ = ("blocks", "first_block", "free_mask", "index", "last_domains", "moving", "num_blocks",
+                 "num_referenced", "residue", "space")  # fmt: skip
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -58,6 +58,8 @@ class Extent:
         #: Records of the blocks that are not free, by block index.
         self.blocks: dict[int, Block] = {}
         self.num_referenced = 0
+        #: Blocks without a record that are not free: the other place of a block that is on the move.
+        self.moving: set[int] = set()
         #: Per block the sharing domain whose content it holds; 0: not granted since the extent came to its geometry.
         self.last_domains: list[int] = []
         #: Domains whose content may lie in bytes that the present geometry has not granted yet.
@@ -65,11 +67,20 @@ class Extent:
 
     @property
     def num_free(self) -> int:
-        return self.num_blocks - len(self.blocks)
+        return self.num_blocks - self.num_taken
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.blocks) + len(self.moving)
 
     @property
     def is_empty(self) -> bool:
-        return not self.blocks
+        return not self.blocks and not self.moving
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether it holds blocks, and nobody who would have to be asked before they go elsewhere."""
+        return bool(self.blocks) and not self.num_referenced and not self.moving
 
     def claim(self, block_index: int, domain: int) -> bool:
         """Marks a free block as granted to a domain; True if its bytes may hold another domain's content."""
@@ -117,8 +128,20 @@ class GeometrySpace:
 
     def emptiest_extents(self) -> Iterator[Extent]:
         """Extents that hold blocks, none of them referenced, emptiest first."""
-        candidates = [e for e in self.extents.values() if e.blocks and not e.num_referenced]
+        candidates = [extent for extent in self.extents.values() if extent.is_movable]
         return iter(sorted(candidates, key=lambda extent: (len(extent.blocks), extent.index)))
+
+    def num_free_outside(self, kept: Container[int]) -> int:
+        return sum(num_free for num_free, index in self._with_free if index not in kept)
+
+    def take_outside(self, kept: Container[int]) -> tuple[Extent, int] | None:
+        """One free block in the fullest extent that is none of those; None: there is none."""
+        for _, index in self._with_free:
+            if index not in kept:
+                extent = self.extents[index]
+                low = extent.free_mask & -extent.free_mask
+                return extent, extent.first_block + low.bit_length() - 1
+        return None
 
     def take(self, count: int) -> list[tuple[Extent, int]]:
         """Chooses `count` free blocks, which the caller claims at once: a contiguous run in the fullest extent that
@@ -160,10 +183,35 @@ class GeometrySpace:
         """A block has no content that anybody needs any more."""
         num_free = extent.num_free
         del extent.blocks[block_index]
+        self._freed(extent, block_index, num_free)
+
+    def _freed(self, extent: Extent, block_index: int, num_free: int) -> None:
         extent.free_mask |= 1 << (block_index - extent.first_block)
         self._move(extent, num_free, num_free + 1)
         self.num_free += 1
         self.num_used -= 1
+
+    def reserve(self, extent: Extent, block_index: int) -> None:
+        """Keeps a claimed block as the other place of one that is on the move."""
+        num_free = extent.num_free
+        extent.moving.add(block_index)
+        self._move(extent, num_free, num_free - 1)
+        self.num_free -= 1
+        self.num_used += 1
+
+    def unreserve(self, extent: Extent, block_index: int) -> None:
+        """Nobody reads or writes there any more."""
+        num_free = extent.num_free
+        extent.moving.remove(block_index)
+        self._freed(extent, block_index, num_free)
+
+    def swap(self, block: Block, extent: Extent, block_index: int) -> None:
+        """A block's record goes to its reserved other place; the one it had is reserved instead."""
+        del block.extent.blocks[block.index]
+        block.extent.moving.add(block.index)
+        extent.moving.remove(block_index)
+        block.extent, block.index = extent, block_index
+        extent.blocks[block_index] = block
 
     def _move(self, extent: Extent, old_free: int, new_free: int) -> None:
         entries = self._with_free
@@ -186,7 +234,7 @@ class GeometrySpace:
 
     def give_back(self, extent: Extent) -> None:
         """Ends the lease of an empty extent; what its bytes may hold stays on record."""
-        if extent.blocks or extent.space is not self:
+        if not extent.is_empty or extent.space is not self:
             raise IntegrityError(f"extent {extent.index} is not an empty extent of {self.geometry_id}")
         self._move(extent, extent.num_blocks, 0)
         self.num_free -= extent.num_blocks
@@ -202,7 +250,7 @@ class GeometrySpace:
         for index, extent in self.extents.items():
             span = block_span(index, self.extent_bytes, self.block_bytes)
             mask = (1 << extent.num_blocks) - 1
-            for block_index in extent.blocks:
+            for block_index in (*extent.blocks, *extent.moving):
                 mask &= ~(1 << (block_index - extent.first_block))
             referenced = sum(1 for block in extent.blocks.values() if block.refs)
             if (extent.first_block, extent.num_blocks) != span or extent.space is not self:
@@ -210,7 +258,7 @@ class GeometrySpace:
             if mask != extent.free_mask or referenced != extent.num_referenced:
                 raise IntegrityError(f"extent {index}: its free mask or reference count is not that of its blocks")
             free += extent.num_free
-            used += len(extent.blocks)
+            used += len(extent.blocks) + len(extent.moving)
         listed = sorted((e.num_free, index) for index, e in self.extents.items() if e.num_free)
         if (free, used) != (self.num_free, self.num_used) or listed != self._with_free:
             raise IntegrityError(f"geometry {self.geometry_id}: free or used blocks are miscounted")
@@ -252,6 +300,14 @@ class ExtentMap:
         else:
             del self._unleased[bisect_left(self._unleased, extent.index)]
         space.adopt(extent)
+
+    def release_empty(self, space: GeometrySpace) -> int:
+        """Takes a geometry's empty extents back; returns how many."""
+        empty = space.empty_extents()
+        for extent in empty:
+            space.give_back(extent)
+            insort(self._unleased, extent.index)
+        return len(empty)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when an extent has two owners or a space is inconsistent."""

@@ -46,8 +46,7 @@ class Growth:
         if sequence.preempted:
             return None
         namespace, space = sequence.namespace, sequence.space
-        idle = len(parts.running.sequences) == 1
-        plan = parts.placement.plan(namespace, space, count, idle=idle)
+        plan = parts.placement.plan(namespace, space, count)
         if isinstance(plan, Shortage):
             entitled = namespace.entitlement(count * space.block_bytes)
             parts.running.set_claim(sequence, "guaranteed" if entitled is not None else "borrowed")

@@ -7,9 +7,10 @@ reach its goal evicts nothing.
     who may lose cached blocks      to whom
     any namespace                   itself
     a borrower, down to guarantee   everyone
-    a namespace in its guarantee    nobody; but a nearly empty extent can be all that stands between another namespace
-                                    and memory that is nobody's guarantee. It is taken for a demand within a guarantee,
-                                    or when nothing runs that could be waited for (cause "fragmentation")
+    a namespace in its guarantee    nobody
+
+A geometry that spreads what is guaranteed over more extents than it needs moves it together (namespaces/compaction.py
+does the same on demand).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Literal
 from remora.namespaces.blocks import Block, BlockLedger, EvictionCause
 from remora.namespaces.extents import Extent, ExtentMap, GeometrySpace
 from remora.namespaces.quotas import Holding, Namespace, QuotaBook
+from remora.platform.base.errors import IntegrityError
 
 #: Extents of one geometry that a plan examines before it gives that geometry up.
 _MAX_EXTENT_PROBES = 32
@@ -34,6 +36,8 @@ class Plan:
 
     evictions: dict[tuple[int, int, EvictionCause], tuple[Holding, int]] = field(default_factory=dict)
     trees: list[tuple[list[Block], EvictionCause]] = field(default_factory=list)
+    #: Extents whose blocks move to other extents of their geometry.
+    vacated: list[Extent] = field(default_factory=list)
     extents: list[Extent] = field(default_factory=list)
 
     def num_evicted(self) -> tuple[tuple[str, int], ...]:
@@ -68,8 +72,8 @@ class Placement:
         self.book = book
         self.ledger = ledger
 
-    def plan(self, namespace: Namespace, space: GeometrySpace, count: int, *, idle: bool) -> Plan | Shortage:
-        """How `count` new blocks can be had now. `idle`: nobody but the asker references anything.
+    def plan(self, namespace: Namespace, space: GeometrySpace, count: int) -> Plan | Shortage:
+        """How `count` new blocks can be had now.
 
         What the asker references already (a matched prefix) is pinned by that.
         """
@@ -81,17 +85,35 @@ class Placement:
             account.tree_held_bytes + demand <= account.quota.limit_bytes for account in namespace.lineage()
         ):
             return _NOTHING_TO_DO
-        return _Sketch(self, namespace, space, count).draw(idle=idle)
+        return _Sketch(self, namespace, space, count).draw()
 
     def apply(self, plan: Plan, space: GeometrySpace) -> None:
         """Evicts and leases as planned."""
+        for blocks, cause in plan.trees:
+            self.ledger.evict_trees(blocks, cause)
         for (_, _, cause), (holding, count) in plan.evictions.items():
             for _ in range(count):
                 self.ledger.evict_first(holding, cause)
-        for blocks, cause in plan.trees:
-            self.ledger.evict_trees(blocks, cause)
+        for extent in plan.vacated:
+            self.vacate(extent, {each.index for each in plan.extents})
         for extent in plan.extents:
             self.extents.lease(extent, space)
+
+    def vacate(self, extent: Extent, kept: set[int]) -> int:
+        """Moves the blocks of an extent, none of which is referenced, to extents of their geometry other than those.
+        Returns how many. Raises IntegrityError when there is no room."""
+        space = extent.space
+        if space is None:
+            raise IntegrityError(f"extent {extent.index} belongs to no geometry")
+        pairs: list[tuple[int, int]] = []
+        for block in sorted(extent.blocks.values(), key=lambda each: each.index):
+            place = space.take_outside(kept | {extent.index})
+            if place is None:
+                raise IntegrityError(f"no room was planned for the blocks of extent {extent.index}")
+            pairs.append((block.index, place[1]))
+            self.ledger.relocate(block, *place)
+        self.ledger.copy(space, pairs)
+        return len(pairs)
 
     def trim(self, namespace: Namespace, target_bytes: int) -> int:
         """Evicts cached blocks until the namespace with all below it holds no more than that, as far as they go: its
@@ -136,13 +158,13 @@ class _Sketch:
         self._emptiest: dict[int, Iterator[Extent]] = {}
         self._planned_extents: dict[int, int] = {}
 
-    def draw(self, *, idle: bool) -> Plan | Shortage:
+    def draw(self) -> Plan | Shortage:
         short = self._stay_within_limits()
         if short is not None:
             return short
         self._take_empty_extents()
         self._take_from_borrowers()
-        if self.missing > 0 and (idle or self.namespace.entitlement(self.demand_bytes) is not None):
+        if self.missing > 0:
             self._take_fragmented_extents()
         return self.plan if self.missing <= 0 else Shortage("memory", self.missing)
 
@@ -306,16 +328,43 @@ class _Sketch:
         self._lease(extent)
 
     def _take_fragmented_extents(self) -> None:
-        """Geometries that spread what is guaranteed over more extents than it needs give up the emptiest."""
+        """Geometries that spread what is guaranteed over more extents than it needs move it together. What can be
+        spared of them goes where there is no room for all."""
         for space in self.extents.spaces.values():
             if space is self.space:
                 continue
             spare = len(space.extents) - self._planned_extents.get(space.order, 0)
             spare -= self.book.protected_extents(space, besides=self.namespace)
             planned = {extent.index for extent in self.plan.extents}
-            for extent in space.emptiest_extents():
+            left = {e: sum(block not in self._doomed for block in e.blocks.values())
+                    for e in space.extents.values() if e.index not in planned}  # fmt: skip
+            free = sum(extent.num_blocks - len(extent.moving) - count for extent, count in left.items())
+            for extent in sorted((e for e in left if e.is_movable), key=lambda e: (left[e], e.index)):
                 if spare <= 0 or self.missing <= 0:
                     break
-                if extent.index not in planned:
-                    self._clear(extent, self._tree(extent), "fragmentation")
-                    spare -= 1
+                needed = left[extent] - (free - (extent.num_blocks - left[extent]))
+                if needed > 0 and not self._spare_blocks(space, needed):
+                    break
+                self.plan.vacated.append(extent)
+                self._lease(extent)
+                free -= extent.num_blocks - max(0, needed)
+                spare -= 1
+
+    def _spare_blocks(self, space: GeometrySpace, count: int) -> bool:
+        """Plans to evict cached blocks of another geometry that the asker can claim, all or none."""
+        chosen: list[tuple[Holding, int]] = []
+        for holding in self.book.holdings():
+            if holding.space is not space or count <= 0:
+                continue
+            taken = self._taken.get((holding.namespace.order, space.order), 0)
+            accounts = holding.namespace.accounts_against(self.namespace)
+            number = min(
+                [len(holding.policy) - taken, count, *(self._excess(a) // space.block_bytes for a in accounts)]
+            )
+            if number > 0:
+                chosen.append((holding, number))
+                count -= number
+        if count <= 0:
+            for holding, number in chosen:
+                self._take(holding, number, "extent")
+        return count <= 0

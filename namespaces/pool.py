@@ -22,6 +22,7 @@ from remora.namespaces.commands import (
     AnyCommand,
     AnyEvent,
     Attach,
+    Compact,
     Detach,
     Done,
     EndSession,
@@ -32,8 +33,10 @@ from remora.namespaces.commands import (
     Released,
     SetQuota,
     Tick,
+    Trim,
 )
-from remora.namespaces.effects import Effect, SetGeneration, ZeroBlocks
+from remora.namespaces.compaction import Compaction
+from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
 from remora.namespaces.growth import Growth
 from remora.namespaces.leases import Lease
 from remora.namespaces.membership import Membership
@@ -45,7 +48,7 @@ from remora.namespaces.snapshot import decode_snapshot, encode_snapshot
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
 
-__all__ = ["Effect", "PoolState", "PoolStateConfig", "SetGeneration", "ZeroBlocks"]
+__all__ = ["CopyBlocks", "Effect", "PoolState", "PoolStateConfig", "SetGeneration", "ZeroBlocks"]
 
 
 class PoolState:
@@ -63,6 +66,7 @@ class PoolState:
         self._admission = Admission(parts)
         self._growth = Growth(parts)
         self._membership = Membership(parts, self._admission)
+        self._compaction = Compaction(parts, self._admission)
         self._edits = SequenceEdits(parts, self._admission)
 
     @property
@@ -82,6 +86,10 @@ class PoolState:
             case EndSession():
                 self._parts.end_session(command.session_id)
                 return Done()
+            case Compact():
+                return self._compaction.compact(command, now_s)
+            case Trim():
+                return self._compaction.trim(command, now_s)
             case Tick():
                 self._admission.pump(now_s)
                 return Done()
@@ -147,6 +155,10 @@ class PoolState:
     def leases(self) -> tuple[LeaseReport, ...]:
         """Live leases with their processes."""
         return describe_leases(self._parts)
+
+    def used_bytes(self) -> dict[NamespaceId, int]:
+        """What each namespace's running sequences hold; much cheaper than `describe`."""
+        return {name: namespace.used_bytes for name, namespace in self._parts.book.namespaces.items()}
 
     def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
         """How many of the first blocks of a chain are indexed, whoever asks; changes nothing."""

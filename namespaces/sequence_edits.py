@@ -201,8 +201,7 @@ class SequenceEdits:
         )
 
     def _plan(self, sequence: Sequence, count: int) -> Plan | Shortage:
-        idle = len(self.parts.running.sequences) == 1
-        return self.parts.placement.plan(sequence.namespace, sequence.space, count, idle=idle)
+        return self.parts.placement.plan(sequence.namespace, sequence.space, count)
 
     def _grant(self, sequence: Sequence, plan: Plan, count: int) -> list[Block]:
         namespace, space = sequence.namespace, sequence.space

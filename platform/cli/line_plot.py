@@ -1,8 +1,8 @@
-"""A line plot as SVG text: enough for hit rates over sizes, and nothing to install."""
+"""A line plot as SVG text: enough for hit rates over sizes and shares over time, and nothing to install."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from math import ceil, log10
 
@@ -11,14 +11,18 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 40, 56
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 
 
-def line_plot_svg(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """One line with dots for each name; x is logarithmic and positive, y starts at 0."""
+def line_plot_svg(
+    title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, is_time: bool = False
+) -> str:
+    """One line with dots for each name; x is logarithmic and positive, y starts at 0. For times x is linear, without
+    dots."""
+    scale: Callable[[float], float] = float if is_time else log10
     points = [point for line in lines.values() for point in line]
-    low, high = log10(min(x for x, _ in points)), log10(max(x for x, _ in points))
+    low, high = scale(min(x for x, _ in points)), scale(max(x for x, _ in points))
     top = _round_up(max(y for _, y in points))
 
     def place(x: float, y: float) -> tuple[float, float]:
-        along = (log10(x) - low) / (high - low) if high > low else 0.5
+        along = (scale(x) - low) / (high - low) if high > low else 0.5
         across = _WIDTH - _LEFT - _RIGHT
         return _LEFT + along * across, _HEIGHT - _BOTTOM - y / top * (_HEIGHT - _TOP - _BOTTOM)
 
@@ -32,10 +36,11 @@ def line_plot_svg(title: str, x_label: str, y_label: str, lines: Mapping[str, Se
     ]
     for step in range(6):
         value = top * step / 5
-        _, y = place(10**low, value)
+        _, y = place(points[0][0], value)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>')
         parts.append(_text(_LEFT - 8, y + 4, f"{value:g}", anchor="end"))
-    for x_value in sorted({x for x, _ in points}):
+    ticks = [low + (high - low) * step / 8 for step in range(9)] if is_time else sorted({x for x, _ in points})
+    for x_value in ticks:
         x, y = place(x_value, 0)
         parts.append(f'<path d="M{x:.1f} {y:.1f}v5" stroke="black"/>')
         parts.append(_text(x, y + 20, f"{x_value:g}", anchor="middle"))
@@ -44,7 +49,8 @@ def line_plot_svg(title: str, x_label: str, y_label: str, lines: Mapping[str, Se
         places = [place(x, y) for x, y in sorted(line)]
         route = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline points="{route}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+        if not is_time:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         y = _TOP + 20 * number
         parts.append(f'<path d="M{_WIDTH - _RIGHT + 14} {y}h20" stroke="{colour}" stroke-width="2"/>')
         parts.append(_text(_WIDTH - _RIGHT + 40, y + 4, name))

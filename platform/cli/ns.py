@@ -65,6 +65,32 @@ def set_quota(name: str, guaranteed: str | None, limit: str | None, weight: floa
 
 @ns.command()
 @click.argument("name")
+@click.option("--to", help="What it may keep in each pool, e.g. 64MiB; default: its guarantee.")
+@url_option
+def trim(name: str, to: str | None, url: str | None) -> None:
+    """Gives up a namespace's cache, down to a size, and the extents that become empty."""
+    with make_client(url) as client:
+        pools = send_json(client, "POST", f"/v1/namespaces/{name}/trim", {} if to is None else {"to": to})["pools"]
+    rows = [
+        [pool_id, size_text(each["trimmed_bytes"]), each["num_released_extents"]] for pool_id, each in pools.items()
+    ]
+    print_table(["POOL", "GIVEN UP", "EXTENTS RELEASED"], rows)
+
+
+@ns.command()
+@click.argument("name")
+@url_option
+def compact(name: str, url: str | None) -> None:
+    """Moves the blocks of a namespace's model together, so that whole extents become free for others."""
+    with make_client(url) as client:
+        pools = send_json(client, "POST", f"/v1/namespaces/{name}/compact", {})["pools"]
+    keys = ["num_moved_blocks", "num_moving_blocks", "num_released_extents", "num_extents"]
+    rows = [[pool_id, *(each[key] for key in keys)] for pool_id, each in pools.items()]
+    print_table(["POOL", "BLOCKS MOVED", "STILL MOVING", "EXTENTS RELEASED", "EXTENTS LEFT"], rows)
+
+
+@ns.command()
+@click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @url_option
 def advise(name: str, as_json: bool, url: str | None) -> None:

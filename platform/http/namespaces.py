@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -9,13 +10,14 @@ from fastapi import APIRouter, Request, Response
 from msgspec.json import encode as to_json
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from remora.namespaces.commands import Quota
+from remora.namespaces.commands import Compacted, Quota, Trimmed
 from remora.platform.base.errors import NotFound
 from remora.platform.base.ids import NamespaceId
 from remora.platform.http.body import read_model
 from remora.platform.http.openapi import json_body
 from remora.platform.http.pool_documents import namespace_document
 from remora.platform.http.services import Services
+from remora.platform.http.session_requests import EmptyBody
 
 
 class QuotaBody(BaseModel):
@@ -45,6 +47,15 @@ class QuotaBody(BaseModel):
         return msgspec.structs.replace(quota, **given)
 
 
+class TrimBody(BaseModel):
+    """POST /v1/namespaces/{name}/trim."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    #: What it may keep in each pool, running and cached; default: its guarantee.
+    to: Annotated[ByteSize, Field(ge=0)] | None = None
+
+
 def namespace_routes(services: Services) -> APIRouter:
     router = APIRouter()
     catalog = services.core.catalog
@@ -68,4 +79,24 @@ def namespace_routes(services: Services) -> APIRouter:
         await services.pools.set_quota(namespace_id, body.change)
         return await document(namespace_id)
 
+    @router.post("/v1/namespaces/{name:path}/trim", openapi_extra=json_body(TrimBody))
+    async def trim(request: Request, name: str) -> Response:
+        """Gives up its cache in every pool, down to `to` or its guarantee, and empty extents with it."""
+        namespace_id = known(name)
+        body = await read_model(request, TrimBody, max_bytes)
+        return by_pool(await services.pools.trim(namespace_id, None if body.to is None else int(body.to)))
+
+    @router.post("/v1/namespaces/{name:path}/compact", openapi_extra=json_body(EmptyBody))
+    async def compact(request: Request, name: str) -> Response:
+        """Moves the blocks of its model's geometry together in every pool, so that whole extents become free."""
+        namespace_id = known(name)
+        await read_model(request, EmptyBody, max_bytes)
+        return by_pool(await services.pools.compact(namespace_id))
+
     return router
+
+
+def by_pool(answers: Mapping[str, Trimmed] | Mapping[str, Compacted]) -> Response:
+    """What each pool did, without the answer's own tag."""
+    pools = {pool_id: msgspec.structs.asdict(answer) for pool_id, answer in sorted(answers.items())}
+    return Response(to_json({"pools": pools}), media_type="application/json")

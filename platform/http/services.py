@@ -11,7 +11,7 @@ from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
-from remora.namespaces.commands import Quota
+from remora.namespaces.commands import Compacted, Quota, Trimmed
 from remora.platform.base.config import ModelConfig, RemoraConfig
 from remora.platform.base.ids import BlockHash, ModelId, NamespaceId
 from remora.platform.base.trace_store import TraceStore
@@ -38,6 +38,14 @@ class PoolReports(Protocol):
 
     async def set_quota(self, namespace_id: NamespaceId, change: Callable[[Quota], Quota]) -> None:
         """Changes a namespace's quota in every pool that has it. Raises InvalidRequest, Unavailable."""
+        ...
+
+    async def trim(self, namespace_id: NamespaceId, target_bytes: int | None) -> Mapping[str, Trimmed]:
+        """Gives up its cache down to a size in each pool. Raises Unavailable."""
+        ...
+
+    async def compact(self, namespace_id: NamespaceId) -> Mapping[str, Compacted]:
+        """Moves its geometry's blocks together in each pool. Raises Unavailable."""
         ...
 
 

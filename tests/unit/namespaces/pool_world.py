@@ -26,7 +26,7 @@ from remora.namespaces.commands import (
     SetQuota,
     Wait,
 )
-from remora.namespaces.effects import Effect, ZeroBlocks
+from remora.namespaces.effects import CopyBlocks, Effect, ZeroBlocks
 from remora.namespaces.hashing import chain_root, kv_fingerprint, next_hash, sharing_domain
 from remora.namespaces.journal import encode_record, read_journal
 from remora.namespaces.pool import PoolState, PoolStateConfig
@@ -156,6 +156,11 @@ class PoolWorld(RuleBasedStateMachine):
                 for block in effect.blocks:
                     for unit in units(block, effect.block_bytes):
                         self.shadow[unit] = None
+            elif isinstance(effect, CopyBlocks):
+                assert not {source for source, _ in effect.pairs} & {target for _, target in effect.pairs}
+                for pair in effect.pairs:
+                    for old, new in zip(*(units(block, effect.block_bytes) for block in pair), strict=True):
+                        self.shadow[new] = self.shadow[old]
 
     def call(self, client: Client, kind: Any, crash: str = "", **fields: Any) -> Any:
         client.call_no += 1

@@ -305,7 +305,9 @@ class PoolMachine(PoolWorld):
                 fingerprint=FINGERPRINTS[spec.model], process=ProcessIdentity(pid=1, start_time_ticks=0, boot_id=""),
             )  # fmt: skip
             assert isinstance(copy.apply(attach, self.now_s), Attached)
-            guaranteed = copy._parts.book.namespaces[NamespaceId(name)].guaranteed_bytes // geometry.block_bytes
+            namespace = copy._parts.book.namespaces[NamespaceId(name)]
+            own_bytes = namespace.guaranteed_bytes - sum(child.guaranteed_bytes for child in namespace.children)
+            guaranteed = own_bytes // geometry.block_bytes
             sizes = [guaranteed, max(1, spec.limit // geometry.block_bytes * share // 100)]
             for call_no, size in enumerate(filter(None, sizes), 1):
                 admit = Admit(

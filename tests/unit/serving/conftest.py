@@ -293,6 +293,12 @@ class _NoPools:
     async def set_quota(self, namespace_id: str, change: Any) -> None:
         raise Unavailable("no pool")
 
+    async def trim(self, namespace_id: str, target_bytes: int | None) -> Any:
+        raise Unavailable("no pool")
+
+    async def compact(self, namespace_id: str) -> Any:
+        raise Unavailable("no pool")
+
 
 class Server:
     """The HTTP face on a real socket in the test's own loop, on one fake replica that steps by itself."""

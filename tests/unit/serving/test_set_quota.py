@@ -1,4 +1,4 @@
-"""PUT /v1/namespaces/{name}: what reaches the pools, and what is refused before."""
+"""Quotas, trimming and compaction over HTTP: what reaches the pools, and what is refused before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from remora.deployments import pool_reports
 from remora.deployments.pool_reports import ClusterPools
-from remora.namespaces.commands import Quota, SetQuota
+from remora.namespaces.commands import Compact, Compacted, Quota, SetQuota, Trim, Trimmed
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.platform.base.errors import InvalidRequest, Unavailable
 from remora.platform.base.ids import LeaseId, ModelId, NamespaceId
@@ -39,6 +39,14 @@ class FakePool:
     @property
     def set_quota(self) -> Any:
         return _remote(self._set)
+
+    @property
+    def trim(self) -> Any:
+        return _remote(lambda name, size: self._set(Trim(lease_id=LeaseId(""), namespace_id=name, target_bytes=size)))
+
+    @property
+    def compact(self) -> Any:
+        return _remote(lambda name: self._set(Compact(lease_id=LeaseId(""), namespace_id=name)))
 
     @property
     def quota(self) -> Quota:
@@ -71,6 +79,20 @@ async def test_what_one_pool_refuses_no_pool_keeps(pools: list[FakePool]) -> Non
     with pytest.raises(InvalidRequest, match="guaranteed"):
         await ClusterPools("c").set_quota(CHAT, QuotaBody(guaranteed="6MiB").change)
     assert [pool.quota.guaranteed_bytes for pool in pools] == [MIB, MIB]
+
+
+async def test_every_pool_says_what_trimming_and_compacting_did(pools: list[FakePool]) -> None:
+    nothing = Trimmed(trimmed_bytes=0, num_released_extents=0)
+    assert await ClusterPools("c").trim(CHAT, 0) == {"one": nothing, "two": nothing}
+    assert await ClusterPools("c").compact(CHAT) == {"one": Compacted(), "two": Compacted()}
+
+
+@pytest.mark.parametrize(("path", "body"), [("trim", {}), ("trim", {"to": "1MiB"}), ("compact", {})])
+async def test_trimming_and_compacting_are_posts(http: Any, path: str, body: dict[str, Any]) -> None:
+    assert (await http.post(f"/v1/namespaces/batch/team-a/{path}", json=body)).status_code == 503
+    assert (await http.post(f"/v1/namespaces/nobody/{path}", json=body)).status_code == 404
+    wrong = await http.post(f"/v1/namespaces/chat/{path}", json={"upto": 1})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "upto")
 
 
 async def test_without_a_pool_that_has_the_namespace_the_answer_is_to_try_again(pools: list[FakePool]) -> None:
