@@ -40,6 +40,8 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
     num_spans: int
     num_errors: int
+    #: Whether the request's own span, which ends last, is there; without it the request is under way, or was cut off.
+    complete: bool
     #: Class and sentence of the outermost error; empty after a success.
     error_type: str
     error: str
@@ -96,6 +98,7 @@ class _Trace:
             end_ns=self.last_end_ns,
             num_spans=len(self.lines),
             num_errors=self.num_errors,
+            complete=names.GEN_AI_OPERATION_NAME in usage,
             error_type=self.outer.error_type if self.outer is not None else "",
             error=self.outer.error if self.outer is not None else "",
             input_tokens=int(usage.get(names.GEN_AI_USAGE_INPUT_TOKENS, 0)),

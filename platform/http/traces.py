@@ -85,6 +85,7 @@ def summary_document(trace: TraceSummary) -> dict[str, Any]:
         "duration_ms": round(trace.duration_ms, 3),
         "num_spans": trace.num_spans,
         "num_errors": trace.num_errors,
+        "complete": trace.complete,
         "error_type": trace.error_type or None,
         "error": trace.error or None,
         "input_tokens": trace.input_tokens,

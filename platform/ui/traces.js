@@ -37,7 +37,8 @@ function updateRow(row, trace, longest) {
   const [when, name, namespace, prompt, output, duration] = row.children;
   row.classList.toggle("failed", trace.num_errors > 0);
   when.textContent = clock(trace.started);
-  name.replaceChildren(trace.name, ...(trace.error_type ? [el("span", { class: "tag bad" }, trace.error_type)] : []));
+  const tag = trace.error_type ?? (trace.complete ? null : "no end yet");
+  name.replaceChildren(trace.name, ...(tag ? [el("span", { class: trace.error_type ? "tag bad" : "tag" }, tag)] : []));
   name.title = trace.error ?? trace.id;
   namespace.textContent = trace.namespace;
   prompt.textContent = count(trace.input_tokens);

@@ -57,6 +57,7 @@ def test_a_trace_of_two_processes_is_one_and_is_named_by_what_began_first(store:
     assert (found.name, found.duration_ms, found.num_spans, found.session) == ("work.1", 90.0, 2, "trip")
     assert (found.input_tokens, found.cached_tokens, found.output_tokens) == (36, 32, 5)
     assert (found.num_errors, found.error) == (2, "no")
+    assert not found.complete, "the request's own span is missing"
     assert [each.name for each in store.spans("a" * 32)] == ["work.1", "work.2"]
 
 

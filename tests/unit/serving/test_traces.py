@@ -186,6 +186,7 @@ async def test_traces_are_listed_by_namespace_session_and_duration(traced: Any, 
     everything = await listed()
     assert [each["namespace"] for each in everything] == ["chat", "chat", "batch/team-a", "chat"]
     assert [each["session"] for each in everything] == [None, "trip", None, None]
+    assert all(each["complete"] for each in everything)
     assert everything[-1]["output_tokens"] == 8
     assert everything[-1]["input_tokens"] > 8
     assert [each["namespace"] for each in await listed(namespace="batch/team-a")] == ["batch/team-a"]
