@@ -146,5 +146,5 @@ Remora serves {", ".join(model.name for model in config.models)} at {url}
   curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a remora?"}}], "max_tokens": 48}}'
 
-  remora chat -m {model}      Ctrl-C stops everything
+  remora chat -m {model}      {url}/ui shows memory, requests and sessions      Ctrl-C stops everything
 """
