@@ -40,6 +40,8 @@ class TenantConfig(Section):
     key_sha256: Annotated[tuple[KeyHash, ...], Field(min_length=1)]
     #: May do everything and sees everybody.
     operator: bool = False
+    #: The most urgent `priority` that its requests and sessions may ask for: lower goes first, before all tenants.
+    min_priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     limits: LimitsConfig = LimitsConfig()
 
 

@@ -56,7 +56,7 @@ class Access:
                 tenant.name, tenant.limits, clock, num_routers=config.http.num_routers, on_refused=stats.refused
             )
             self.limits[tenant.name] = limits
-            caller = Caller(tenant.name, None if tenant.operator else frozenset(own), limits)
+            caller = Caller(tenant.name, None if tenant.operator else frozenset(own), limits, tenant.min_priority)
             self._callers |= dict.fromkeys(tenant.key_sha256, caller)
 
     @property

@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.types import Scope
 
 from remora.deployments.catalog import Catalog
-from remora.platform.base.errors import NotFound
+from remora.platform.base.errors import InvalidRequest, NotFound
 from remora.platform.base.ids import ModelId, NamespaceId
 from remora.platform.http.limits import TenantLimits
 
@@ -25,6 +25,8 @@ class Caller:
     namespaces: frozenset[NamespaceId] | None = None
     #: Its account; None: without limits.
     limits: TenantLimits | None = None
+    #: The most urgent priority it may ask for.
+    min_priority: int = 0
 
     @property
     def is_operator(self) -> bool:
@@ -32,6 +34,14 @@ class Caller:
 
     def sees(self, namespace_id: str) -> bool:
         return self.namespaces is None or namespace_id in self.namespaces
+
+    def check_priority(self, priority: int | None) -> None:
+        """Raises InvalidRequest for one that would go before other tenants'."""
+        if not self.is_operator and priority is not None and priority < self.min_priority:
+            raise InvalidRequest(
+                f"priority: {priority} is less than {self.min_priority}, the most urgent one {self.tenant!r} may ask for.",
+                field="priority",
+            )
 
     def namespaces_of(self, catalog: Catalog, model_id: ModelId) -> tuple[NamespaceId, ...]:
         """Of the model, those it may use, the default first."""

@@ -51,6 +51,7 @@ class Generation:
         self.model_id: ModelId = self._caller.find_model(catalog, fields.model)
         self._named_namespace = request.headers.get(NAMESPACE_HEADER) or fields.namespace
         self.namespace_id: NamespaceId = self._caller.find_namespace(catalog, self.model_id, self._named_namespace)
+        self._caller.check_priority(fields.priority)
         if self._caller.limits is not None:
             self._caller.limits.begin()
         self.id = f"{'chatcmpl' if operation == names.OPERATION_CHAT else 'cmpl'}-{uuid.uuid4().hex}"

@@ -61,6 +61,7 @@ def session_routes(services: Services) -> APIRouter:
         """A new, empty session."""
         body = await read_model(request, CreateBody, max_bytes)
         caller = caller_of(request)
+        caller.check_priority(body.priority)
         model_id = caller.find_model(catalog, body.model)
         name = request.headers.get(NAMESPACE_HEADER) or body.namespace
         namespace = catalog.namespaces[caller.find_namespace(catalog, model_id, name)]

@@ -142,6 +142,14 @@ async def test_a_request_pays_in_the_tenants_namespace_and_cannot_name_anothers(
     assert (await http.post("/v1/chat/completions", json={"model": "tiny", **CHAT}, headers=header)).status_code == 404
 
 
+async def test_a_tenant_cannot_put_itself_before_others(http: httpx.AsyncClient) -> None:
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/sessions", {})):
+        refused = await ask(http, "a", "POST", path, {"model": "tiny", "priority": -1, **body})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert (await ask(http, "a", "POST", path, {"model": "tiny", "priority": 1, **body})).status_code == 200
+        assert (await ask(http, "ops", "POST", path, {"model": "tiny", "priority": -1, **body})).status_code == 200
+
+
 async def test_sessions_of_others_do_not_exist(http: httpx.AsyncClient) -> None:
     for who in ("a", "b"):
         made = await ask(http, who, "POST", "/v1/sessions", {"model": "tiny", "id": f"trip-{who}"})
