@@ -39,7 +39,7 @@ class Caller:
         """Raises InvalidRequest for one that would go before other tenants'."""
         if not self.is_operator and priority is not None and priority < self.min_priority:
             raise InvalidRequest(
-                f"priority: {priority} is less than {self.min_priority}, the most urgent one {self.tenant!r} may ask for.",
+                f"priority: {priority} is less than {self.min_priority}, the most urgent one of {self.tenant!r}.",
                 field="priority",
             )
 
