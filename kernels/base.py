@@ -18,7 +18,9 @@ from remora.namespaces.geometry import KVGeometry
 if TYPE_CHECKING:
     import torch
 
-WeightPrecision = Literal["fp32", "bf16", "int8"]
+    from remora.kernels.grouped import GroupedTensor
+
+WeightPrecision = Literal["fp32", "bf16", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class DecoderShape:
 #:   .qkv_bias · .q_norm [head_dim] · .k_norm [head_dim] · .o [H, q * head_dim] · .o_bias
 #:   .gate_up [2 * I, H] rows gate, then up · .gate_up_bias · .down [H, I] · .down_bias
 #: Rope is Hugging Face's half-rotation (rotate_half); loaders permute GGUF's interleaved rows back.
-Weights = Mapping[str, "torch.Tensor"]
+#: Matrices of an int8 or int4 model, but for embed, may be grouped tensors of either; the decoder quantises others.
+Weights = Mapping[str, "torch.Tensor | GroupedTensor"]
 
 
 class KVMemory(Protocol):

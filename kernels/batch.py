@@ -31,6 +31,8 @@ class StepBatch:
         self.block_table_SB: Int32 = np.zeros((max_sequences, max_blocks), np.int32)
         #: Rows (0..T-1, ascending) whose logits are wanted.
         self.logit_rows_R: Int32 = np.zeros(max_tokens, np.int32)
+        #: Set by the forward pass: 1 where a K or V of the sequence is not finite, or its precision cannot hold it.
+        self.not_finite_S: NDArray[np.uint8] = np.zeros(max_sequences, np.uint8)
         self.num_tokens = 0
         self.num_sequences = 0
         self.num_logit_rows = 0

@@ -1,16 +1,20 @@
 """Where a value of KV lies in an arena: the only place that knows the layout of a block.
 
-A block is contiguous: `[layer][K|V][kv_head][token][dim]`, padded to `geometry.block_bytes`. Shapes: N blocks,
-L layers, 2 sides (K, V), H kv heads, B tokens a block, D head_dim.
+A block is contiguous: `[layer][K|V][kv_head][token][dim]`, padded to `geometry.block_bytes`. Where K or V is quantised,
+each head's values are followed by its scales, `[token][group]` in bf16, and int4 packs two values into a byte
+(kernels/reference/quantise.py). Shapes: N blocks, L layers, 2 sides (K, V), H kv heads, B tokens a block, D head_dim,
+G scales a row.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.geometry import QUANTISED, KVGeometry, row_bytes, scales_per_row
 from remora.platform.base.errors import KernelError
 
 #: Index of K and of V in the second axis of the views.
@@ -19,33 +23,56 @@ K_SIDE, V_SIDE = 0, 1
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: numpy has no bfloat16: its bits are seen as uint16.
 _NUMPY_DTYPES: dict[str, type[np.float32] | type[np.uint16]] = {"fp32": np.float32, "bf16": np.uint16}
+_SCALE_BYTES = 2
 
 
 class BlockLayout:
     """Byte offsets inside blocks of one geometry, and strided views of a whole arena; owns no memory."""
 
     def __init__(self, geometry: KVGeometry) -> None:
-        """Raises KernelError for what no kernel serves yet: several layer groups, quantised or mixed precision."""
+        """Raises KernelError for what no kernel serves yet: several layer groups."""
         if len(geometry.groups) != 1:
             raise KernelError(f"{len(geometry.groups)} layer groups: only one group of full attention is served")
         group = geometry.groups[0]
-        if group.k_precision != group.v_precision or group.k_precision not in _TORCH_DTYPES:
-            raise KernelError(
-                f"KV precision K={group.k_precision}, V={group.v_precision}: served are fp32 and bf16, K and V alike"
-            )
+        if group.head_dim % 2 and "int4" in (group.k_precision, group.v_precision):
+            raise KernelError(f"head_dim {group.head_dim}: int4 packs two values into a byte")
         self.geometry = geometry
         self.num_layers = group.num_layers
         self.num_kv_heads = group.num_kv_heads
         self.head_dim = group.head_dim
         self.block_tokens = geometry.block_tokens
         self.block_bytes = geometry.block_bytes
-        self.precision = group.k_precision
-        self.torch_dtype = _TORCH_DTYPES[group.k_precision]
-        self.value_bytes = self.torch_dtype.itemsize
-        # In values, not bytes; block_bytes is a multiple of 64, so the first stride is whole.
-        head = self.block_tokens * self.head_dim
-        side = self.num_kv_heads * head
-        self._strides = (self.block_bytes // self.value_bytes, 2 * side, side, head, self.head_dim, 1)
+        #: Of K and of V.
+        self.precisions = (group.k_precision, group.v_precision)
+        self._row_bytes = tuple(row_bytes(precision, group.head_dim) for precision in self.precisions)
+        self.num_scales = tuple(scales_per_row(precision, group.head_dim) for precision in self.precisions)
+        self._head_bytes = tuple(
+            self.block_tokens * (row + _SCALE_BYTES * scales)
+            for row, scales in zip(self._row_bytes, self.num_scales, strict=True)
+        )
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether K or V is held in integers."""
+        return any(precision in QUANTISED for precision in self.precisions)
+
+    @property
+    def precision(self) -> str:
+        """That of K and V alike. Raises KernelError when they differ or are quantised: few kernels serve that."""
+        k, v = self.precisions
+        if k != v or k not in _TORCH_DTYPES:
+            raise KernelError(f"KV precision K={k}, V={v}: served here are fp32 and bf16, K and V alike")
+        return k
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of K and V alike; raises like `precision`."""
+        return _TORCH_DTYPES[self.precision]
+
+    @property
+    def value_bytes(self) -> int:
+        """Of K and V alike; raises like `precision`."""
+        return self.torch_dtype.itemsize
 
     def num_blocks(self, data: NDArray[np.uint8]) -> int:
         """Whole blocks of this geometry that lie in `data`."""
@@ -53,19 +80,43 @@ class BlockLayout:
 
     def offset_bytes(self, *, block: int, layer: int, side: int, kv_head: int = 0, token: int = 0) -> int:
         """Byte of the first value of a row of head_dim values, counted from the start of the arena."""
-        index = (block, layer, side, kv_head, token)
-        return self.value_bytes * sum(i * stride for i, stride in zip(index, self._strides, strict=False))
+        layer_bytes = self.num_kv_heads * sum(self._head_bytes)
+        start = block * self.block_bytes + layer * layer_bytes + side * self.num_kv_heads * self._head_bytes[K_SIDE]
+        return start + kv_head * self._head_bytes[side] + token * self._row_bytes[side]
+
+    def rows_view(self, data: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+        """The bytes of K's or V's values as [N, L, H, B, bytes a row], without a copy."""
+        return self._view(data, side, 0, self._row_bytes[side], 1, np.uint8)
+
+    def scales_view(self, data: NDArray[np.uint8], side: int) -> NDArray[np.uint16]:
+        """K's or V's scales as bf16 bits [N, L, H, B, G], without a copy; G is 0 for what has none."""
+        start = self.block_tokens * self._row_bytes[side]
+        return self._view(data, side, start, self.num_scales[side], _SCALE_BYTES, np.uint16)
+
+    def _view(self, data: NDArray[np.uint8], side: int, start: int, count: int, size: int, dtype: type) -> NDArray[Any]:
+        offset = self.offset_bytes(block=0, layer=0, side=side) + start
+        shape = (self.num_blocks(data), self.num_layers, self.num_kv_heads, self.block_tokens, count)
+        layer_bytes = self.num_kv_heads * sum(self._head_bytes)
+        strides = (self.block_bytes, layer_bytes, self._head_bytes[side], count * size, size)
+        return np.ndarray(shape, dtype, buffer=data, offset=offset, strides=strides)
+
+    @property
+    def _strides(self) -> tuple[int, ...]:
+        """In values, not bytes; block_bytes is a multiple of 64, so the first stride is whole."""
+        head = self.block_tokens * self.head_dim
+        side = self.num_kv_heads * head
+        return (self.block_bytes // self.value_bytes, 2 * side, side, head, self.head_dim, 1)
 
     def _shape(self, data: NDArray[np.uint8]) -> tuple[int, ...]:
         return (self.num_blocks(data), self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim)
 
     def torch_view(self, data: NDArray[np.uint8]) -> torch.Tensor:
-        """The arena as kv_NL2HBD, without a copy: writing to the tensor writes to the arena."""
+        """The arena as kv_NL2HBD, without a copy: writing to it writes to the arena. Raises like `precision`."""
         whole = torch.from_numpy(data[: self.num_blocks(data) * self.block_bytes]).view(self.torch_dtype)
         return whole.as_strided(self._shape(data), self._strides)
 
     def numpy_view(self, data: NDArray[np.uint8]) -> NDArray[np.float32] | NDArray[np.uint16]:
-        """The arena as kv_NL2HBD, without a copy; bf16 appears as uint16 bits."""
+        """The arena as kv_NL2HBD, without a copy; bf16 appears as uint16 bits. Raises like `precision`."""
         dtype = _NUMPY_DTYPES[self.precision]
         strides = tuple(stride * self.value_bytes for stride in self._strides)
         return np.ndarray(self._shape(data), dtype, buffer=data, strides=strides)

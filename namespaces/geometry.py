@@ -11,7 +11,24 @@ from remora.platform.base.ids import GeometryId
 
 Precision = Literal["fp32", "bf16", "int8", "int4"]
 
+#: What a K or V of integers is: its values share scales, which lie in the block.
+QUANTISED: frozenset[Precision] = frozenset({"int8", "int4"})
+#: Values of one int4 row that share a scale; the last group of a row may be shorter. int8 has one scale a row.
+INT4_GROUP = 32
 _BYTES_PER_16_VALUES: dict[str, int] = {"fp32": 64, "bf16": 32, "int8": 16, "int4": 8}
+_SCALE_BYTES = 2
+
+
+def row_bytes(precision: Precision, head_dim: int) -> int:
+    """Bytes of the values of one token and head, K or V, without scales."""
+    return head_dim * _BYTES_PER_16_VALUES[precision] // 16
+
+
+def scales_per_row(precision: Precision, head_dim: int) -> int:
+    """bf16 scales that the values of one token and head have, K or V."""
+    if precision == "int8":
+        return 1
+    return -(-head_dim // INT4_GROUP) if precision == "int4" else 0
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,19 +41,22 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     v_precision: Precision = "bf16"
 
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers of the group, scales (fp32 a token, head and side) included."""
-        total = 0
-        for precision in (self.k_precision, self.v_precision):
-            row = self.head_dim * _BYTES_PER_16_VALUES[precision] // 16
-            scale = 4 if precision in ("int8", "int4") else 0
-            total += self.num_layers * self.num_kv_heads * (row + scale)
-        return total
+        """Bytes of K and V of one token in all layers of the group, scales included."""
+        return (
+            self.num_layers
+            * self.num_kv_heads
+            * sum(
+                row_bytes(precision, self.head_dim) + _SCALE_BYTES * scales_per_row(precision, self.head_dim)
+                for precision in (self.k_precision, self.v_precision)
+            )
+        )
 
 
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """Layer groups, tokens a block and rope: blocks of equal geometry have equal bytes layout.
 
-    A block is contiguous: `[layer][K|V][kv_head][token][dim]`, rounded up to a multiple of 64 bytes.
+    A block is contiguous: `[layer][K|V][kv_head][token][dim]`, rounded up to a multiple of 64 bytes. Where K or V is
+    int8 or int4, a head's values are followed by its scales, `[token][group]` in bf16.
     """
 
     groups: tuple[LayerGroup, ...]

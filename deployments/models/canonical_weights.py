@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
@@ -10,11 +11,11 @@ import torch
 
 from remora.deployments.models.model_spec import ModelSpec
 from remora.deployments.models.weight_map import CanonicalWeight, Naming, weight_map
-from remora.kernels.base import WeightPrecision
+from remora.kernels.grouped import INPUT_GROUP, GroupedPrecision, GroupedTensor, group_rows, stack_rows
 from remora.platform.base.errors import ModelError
 
-_MATRIX_BYTES: dict[WeightPrecision, int] = {"fp32": 4, "bf16": 2, "int8": 1}
-_EMBED_BYTES: dict[WeightPrecision, int] = {"fp32": 4, "bf16": 2, "int8": 2}
+#: Of a matrix, scales and minimums included; what a file holds as fewer or more bits of integers stays that.
+_MATRIX_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / INPUT_GROUP, "int4": 0.5 + 4 / INPUT_GROUP}
 
 
 class TensorSource(Protocol):
@@ -41,14 +42,22 @@ class TensorSource(Protocol):
         """One tensor, converted. Raises ModelError when its stored type cannot be read."""
         ...
 
+    def grouped_precision(self, name: str) -> GroupedPrecision | None:
+        """What `read_grouped` gives; None for a tensor that is not stored in groups of integers."""
+        ...
 
-class CanonicalWeights(Mapping[str, torch.Tensor]):
+    def read_grouped(self, name: str) -> GroupedTensor | None:
+        """One tensor exactly as it is stored, or None. Raises ModelError when the file ends before it."""
+        ...
+
+
+class CanonicalWeights(Mapping[str, "torch.Tensor | GroupedTensor"]):
     """Reads, fuses and converts each weight when it is asked for, and keeps none: a decoder that packs weight by weight
     never has more than one unpacked. A weight that is still in use somewhere is handed out again, not read twice.
 
-    Vectors (norms, biases) and rope_inv_freq are fp32. Matrices are fp32 for "fp32", bf16 for "bf16", and fp32 for
-    "int8", so that they are quantised from what the file holds; the embedding is bf16 for "int8", as its rows are
-    looked up.
+    Vectors (norms, biases) and rope_inv_freq are fp32. Matrices are fp32 for "fp32", bf16 for "bf16", and grouped
+    tensors for "int8" and "int4": what the file holds in groups of integers is taken over exactly, be it of the one or
+    the other, and everything else is quantised from fp32. The embedding, whose rows are looked up, is bf16 for those.
     """
 
     def __init__(self, spec: ModelSpec, source: TensorSource, progress: Callable[[str], None] | None = None) -> None:
@@ -57,18 +66,18 @@ class CanonicalWeights(Mapping[str, torch.Tensor]):
         self._precision = spec.shape.weights
         self._map = weight_map(spec.shape, source.naming, tied=spec.tied)
         self._rope_inv_freq = torch.tensor(spec.rope_inv_freq, dtype=torch.float64).to(torch.float32)
-        self._alive: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[str, torch.Tensor | GroupedTensor] = weakref.WeakValueDictionary()
         self._progress = progress
         self._num_read = 0
         self._check(spec.tied)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> torch.Tensor | GroupedTensor:
         if name == "rope_inv_freq":
             return self._rope_inv_freq
         weight = self._map[name]
         found = self._alive.get(name)
         if found is None:
-            found = self._alive[name] = self._build(weight)
+            found = self._alive[name] = self._grouped(weight) if self._is_grouped(weight) else self._build(weight)
             self._num_read += 1
             if self._progress is not None and self._num_read % max(1, len(self._map) // 4) == 0:
                 self._progress(f"weights: {min(self._num_read, len(self._map))} of {len(self._map)} read")
@@ -83,19 +92,44 @@ class CanonicalWeights(Mapping[str, torch.Tensor]):
 
     def num_bytes(self) -> int:
         """Memory that the weights take once loaded in their precision."""
-        sizes = {"matrix": _MATRIX_BYTES[self._precision], "embed": _EMBED_BYTES[self._precision], "vector": 4}
-        total = sum(weight.num_values * sizes[weight.kind] for weight in self._map.values())
+        total = sum(self._bytes_of(weight) for weight in self._map.values())
         if "lm_head" not in self._map:
             # The tied head is packed for products beside the embedding, whose rows are looked up.
-            total += self._map["embed"].num_values * sizes["matrix"]
-        return total
+            total += self._map["embed"].num_values * _MATRIX_BYTES[self._precision]
+        return math.ceil(total)
+
+    def num_exact(self) -> int:
+        """Matrices that are taken over from the file exactly, of an int8 or int4 model."""
+        return sum(
+            all(self._source.grouped_precision(piece.name) is not None for piece in weight.pieces)
+            for weight in self._map.values()
+            if self._is_grouped(weight)
+        )
+
+    def _is_grouped(self, weight: CanonicalWeight) -> bool:
+        return weight.kind == "matrix" and self._precision in ("int8", "int4")
+
+    def _bytes_of(self, weight: CanonicalWeight) -> float:
+        if not self._is_grouped(weight):
+            return weight.num_values * self._dtype(weight).itemsize
+        kinds = [self._source.grouped_precision(piece.name) or self._precision for piece in weight.pieces]
+        return weight.num_values * _MATRIX_BYTES["int4" if all(kind == "int4" for kind in kinds) else "int8"]
 
     def _dtype(self, weight: CanonicalWeight) -> torch.dtype:
-        if weight.kind == "vector" or self._precision == "fp32":
-            return torch.float32
-        if weight.kind == "matrix" and self._precision == "int8":
-            return torch.float32
-        return torch.bfloat16
+        return torch.float32 if weight.kind == "vector" or self._precision == "fp32" else torch.bfloat16
+
+    def _grouped(self, weight: CanonicalWeight) -> GroupedTensor:
+        assert self._precision in ("int8", "int4")
+        parts = []
+        for piece in weight.pieces:
+            part = self._source.read_grouped(piece.name)
+            if part is None:
+                part = group_rows(self._source.read(piece.name, torch.float32), self._precision)
+            if self._source.interleaved and piece.num_rope_heads:
+                order = torch.arange(piece.shape[0]).view(piece.num_rope_heads, -1, 2)
+                part = part.permuted(order.transpose(1, 2).reshape(-1))
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else stack_rows(parts)
 
     def _build(self, weight: CanonicalWeight) -> torch.Tensor:
         dtype = self._dtype(weight)

@@ -163,9 +163,11 @@ class _Loader:
         content = self._hash(files)
         # Rope is in the geometry, as text: its frequencies may differ in the last bit between processors.
         maths = json.dumps(dataclasses.asdict(spec.shape), sort_keys=True)
-        geometry = spec.geometry(block_tokens=self.block_tokens, kv_precision=self.model.kv_precision)
-        rope_inv_freq = weights["rope_inv_freq"].float().numpy().copy()
+        geometry = spec.geometry(block_tokens=self.block_tokens, kv_precisions=self.model.kv_precisions)
+        rope_inv_freq = np.asarray(spec.rope_inv_freq, np.float64).astype(np.float32)
         self.say(f"packing {needed_bytes // MiB} MiB of {self.model.weights} weights")
+        if weights.num_exact():
+            self.say(f"{weights.num_exact()} matrices are taken over from the file exactly")
         return self._loaded(
             decoder=self._make_decoder()(spec.shape, weights, geometry, num_threads=self.num_threads),
             shape=spec.shape,
@@ -193,18 +195,18 @@ class _Loader:
         self.say(f"loading {needed_bytes // MiB} MiB of {model.weights} weights through transformers (slower)")
         loaded, call = load_transformers(folder, model, config, context_len)
 
-        def geometry_of(precision: Precision) -> KVGeometry:
+        def geometry_of(k: Precision, v: Precision) -> KVGeometry:
             group = LayerGroup(
                 num_layers=config.num_hidden_layers,
                 num_kv_heads=call.num_kv_heads,
                 head_dim=call.head_dim,
-                k_precision=precision,
-                v_precision=precision,
+                k_precision=k,
+                v_precision=v,
             )
             return KVGeometry(groups=(group,), block_tokens=self.block_tokens, rope=f"{kind} {rope_text(config)}")
 
-        check_paged_logits(model.name, loaded, geometry_of("fp32"), num_threads=self.num_threads)
-        geometry = geometry_of(model.kv_precision)
+        check_paged_logits(model.name, loaded, geometry_of("fp32", "fp32"), num_threads=self.num_threads)
+        geometry = geometry_of(*model.kv_precisions)
         maths = json.dumps(["transformers", model.weights, config.to_dict()], sort_keys=True, default=str)
         return self._loaded(
             decoder=TransformersDecoder(loaded, geometry, self.num_threads),

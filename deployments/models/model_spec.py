@@ -27,14 +27,14 @@ class ModelSpec:
     #: Context in tokens that this replica serves.
     max_model_len: int
 
-    def geometry(self, *, block_tokens: int, kv_precision: Precision) -> KVGeometry:
-        """The KV geometry of a replica."""
+    def geometry(self, *, block_tokens: int, kv_precisions: tuple[Precision, Precision]) -> KVGeometry:
+        """The KV geometry of a replica; precisions of K and of V."""
         group = LayerGroup(
             num_layers=self.shape.num_layers,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
-            k_precision=kv_precision,
-            v_precision=kv_precision,
+            k_precision=kv_precisions[0],
+            v_precision=kv_precisions[1],
         )
         return KVGeometry(groups=(group,), block_tokens=block_tokens, rope=self.rope)
 

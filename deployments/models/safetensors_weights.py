@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from remora.deployments.models.weight_map import HUGGING_FACE
+from remora.kernels.grouped import GroupedPrecision, GroupedTensor
 from remora.platform.base.errors import ModelError
 
 _DTYPES = {"F32", "F16", "BF16", "F64"}
@@ -52,6 +53,12 @@ class SafetensorsSource:
 
     def ignorable(self, name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq")
+
+    def grouped_precision(self, name: str) -> GroupedPrecision | None:
+        return None  # values are stored one by one
+
+    def read_grouped(self, name: str) -> GroupedTensor | None:
+        return None
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor: torch.Tensor = self._open[name].get_tensor(name)

@@ -21,6 +21,7 @@ from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch
 from remora.kernels.layout import BlockLayout
 from remora.kernels.reference.attention import paged_attention
+from remora.kernels.reference.kv_view import KVView
 from remora.kernels.reference.store_kv import store_kv
 from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.errors import KernelError
@@ -47,10 +48,12 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    #: kv_NL2HBD, or None while a model is looked at: then attention is plain and only the calls matter.
-    kv: torch.Tensor | None
+    #: The arena, or None while a model is looked at: then attention is plain and only the calls matter.
+    kv: KVView | None
     block_T: torch.Tensor
     slot_T: torch.Tensor
+    #: Rows whose K and V can be held, in all layers so far.
+    fits_T: torch.Tensor
     #: Rows, blocks and context length of each sequence.
     sequences: list[tuple[slice, torch.Tensor, int]]
     calls: list[LayerCall] = field(default_factory=list)
@@ -94,7 +97,8 @@ def _attend(
         keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         plain = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         return plain.transpose(1, 2).contiguous(), None
-    store_kv(step.kv, layer=call.layer, k_THD=k_THD, v_THD=v_THD, block_T=step.block_T, slot_T=step.slot_T)
+    fits_T = store_kv(step.kv, layer=call.layer, k_THD=k_THD, v_THD=v_THD, block_T=step.block_T, slot_T=step.slot_T)
+    step.fits_T.logical_and_(fits_T)
     out = torch.empty(q_TQD.shape, dtype=query.dtype)
     for rows, blocks, context_len in step.sequences:
         attended, _ = paged_attention(
@@ -121,7 +125,7 @@ def trace_attention(name: str, model: Any) -> LayerCall:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         refuse(name, architecture, "its forward takes no position_ids, so tokens cannot be placed in a sequence.")
     one = torch.zeros(1, dtype=torch.long)
-    step = _Step(kv=None, block_T=one, slot_T=one, sequences=[])
+    step = _Step(kv=None, block_T=one, slot_T=one, fits_T=one == 0, sequences=[])
     token = _STEP.set(step)
     try:
         with torch.inference_mode():
@@ -187,11 +191,14 @@ class TransformersDecoder:
         positions = torch.from_numpy(batch.positions_T[:num_tokens]).long()
         rows = torch.from_numpy(batch.logit_rows_R[: batch.num_logit_rows]).long()
         options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
-        token = _STEP.set(self._prepare(batch, memory, positions))
+        step = self._prepare(batch, memory, positions)
+        token = _STEP.set(step)
         try:
             output = self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **options)
         finally:
             _STEP.reset(token)
+        for index, (own_rows, _, _) in enumerate(step.sequences):
+            batch.not_finite_S[index] = not bool(step.fits_T[own_rows].all())
         logits = output.logits[0] if self._keeps_rows else output.logits[0, rows]
         result: NDArray[np.float32] = logits.to(torch.float32).contiguous().numpy()
         return result
@@ -211,5 +218,11 @@ class TransformersDecoder:
             blocks = torch.from_numpy(columns).long()
             block_T[rows] = blocks[positions[rows] // block_tokens]
             sequences.append((rows, blocks, context_len))
-        kv = self._layout.torch_view(memory.data)
-        return _Step(kv=kv, block_T=block_T, slot_T=positions % block_tokens, sequences=sequences)
+        kv = KVView(self._layout, memory.data)
+        return _Step(
+            kv=kv,
+            block_T=block_T,
+            slot_T=positions % block_tokens,
+            fits_T=torch.ones(batch.num_tokens, dtype=torch.bool),
+            sequences=sequences,
+        )

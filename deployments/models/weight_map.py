@@ -8,7 +8,8 @@ from typing import Literal
 
 from remora.kernels.base import DecoderShape
 
-#: "matrix": takes the precision of the weights; "embed": never int8, its rows are looked up; "vector": always fp32.
+#: "matrix": takes the precision of the weights; "embed": never int8 or int4, its rows are looked up; "vector": always
+#: fp32.
 WeightKind = Literal["matrix", "embed", "vector"]
 
 
@@ -87,7 +88,10 @@ GGUF = Naming(
 
 
 def weight_map(shape: DecoderShape, naming: Naming, *, tied: bool) -> dict[str, CanonicalWeight]:
-    """Canonical name → tensors of the file, for every weight but rope_inv_freq, in the order of use."""
+    """Canonical name → tensors of the file, for every weight but rope_inv_freq, in the order of use.
+
+    The tied head of an int8 or int4 model is a weight of its own: products read integers, look-ups do not.
+    """
     names, hidden, inner = naming.names, shape.hidden_size, shape.intermediate_size
     q_size = shape.num_attention_heads * shape.head_dim
     kv_size = shape.num_kv_heads * shape.head_dim
@@ -137,6 +141,7 @@ def weight_map(shape: DecoderShape, naming: Naming, *, tied: bool) -> dict[str, 
         linear(prefix, "gate_up", hidden, gate_up, bias=shape.mlp_bias, bias_name="gate_up_bias")
         linear(prefix, "down", inner, (("down", hidden, 0),), bias=shape.mlp_bias, bias_name="down_bias")
     put("final_norm", "vector", Piece(name=names["final_norm"], shape=(hidden,)))
-    if not tied:
-        put("lm_head", "matrix", Piece(name=names["lm_head"], shape=(shape.vocab_size, hidden)))
+    if not tied or shape.weights in ("int8", "int4"):
+        head = names["embed" if tied else "lm_head"]
+        put("lm_head", "matrix", Piece(name=head, shape=(shape.vocab_size, hidden)))
     return weights

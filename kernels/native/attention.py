@@ -1,4 +1,4 @@
-"""Native K/V storage and paged attention by themselves, on numpy arrays: for tests, benchmarks and tools.
+"""Native K/V storage, re-encoding and paged attention by themselves, on numpy arrays: for tests, benchmarks and tools.
 
 Shapes: T tokens of the step, Q query heads, H kv heads, D head_dim.
 """
@@ -16,6 +16,7 @@ from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch
 from remora.kernels.layout import BlockLayout
 from remora.kernels.native.library import DTYPES, ArenaStruct, StepStruct, load_library
+from remora.kernels.reference.reencode import check_reencode
 from remora.platform.base.errors import KernelError
 
 Float32 = NDArray[np.float32]
@@ -24,6 +25,7 @@ _STEP, _ARENA = ctypes.POINTER(StepStruct), ctypes.POINTER(ArenaStruct)
 _INT, _ADDRESS = ctypes.c_int32, ctypes.c_void_p
 _SIGNATURES: dict[str, list[Any]] = {
     "remora_store_kv": [_INT, _INT, _STEP, _ARENA, _INT, _ADDRESS, _ADDRESS],
+    "remora_reencode_blocks": [_INT, _INT, _ARENA, _ARENA, _ADDRESS, _ADDRESS, ctypes.c_int64],
     "remora_attention": [
         *(_INT, _INT, _STEP, _ARENA, _INT, _INT, _INT, _INT),
         *(ctypes.c_float, _ADDRESS, _ADDRESS, _ADDRESS),
@@ -66,7 +68,8 @@ def _arena_struct(memory: KVMemory, layout: BlockLayout) -> ArenaStruct:
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         block_tokens=layout.block_tokens,
-        kv_dtype=DTYPES[layout.precision],
+        k_dtype=DTYPES[layout.precisions[0]],
+        v_dtype=DTYPES[layout.precisions[1]],
     )
 
 
@@ -87,6 +90,7 @@ def _step_struct(batch: StepBatch, memory: KVMemory, layout: BlockLayout) -> Ste
         num_sequences=batch.num_sequences,
         num_logit_rows=batch.num_logit_rows,
         table_stride=batch.block_table_SB.shape[1],
+        not_finite=batch.not_finite_S.ctypes.data,
     )
 
 
@@ -100,7 +104,9 @@ def store_kv(
     level: str | None = None,
     num_threads: int = 1,
 ) -> None:
-    """Writes the step's K (already rotated) and V into their slots, rounded to the arena's precision.
+    """Writes the step's K (already rotated) and V into their slots, rounded or quantised to the arena's precisions.
+
+    Sequences with a value that the precision cannot hold (NaN, infinity) are marked in `batch.not_finite_S`.
 
     Raises KernelError for a shape that is not served or a block outside the memory; then nothing is written.
     """
@@ -148,6 +154,26 @@ def paged_attention(
     if status < 0:
         raise KernelError("native attention ran out of memory")
     return AttentionResult(out_TQD=out, lse_TQ=lse)
+
+
+def reencode_blocks(
+    source: KVMemory,
+    target: KVMemory,
+    sources: NDArray[np.int32],
+    targets: NDArray[np.int32],
+    *,
+    level: str | None = None,
+    num_threads: int = 1,
+) -> None:
+    """Native kernels.reference.reencode.reencode_blocks: the same promises and errors."""
+    from_layout, to_layout = check_reencode(source, target, sources, targets)
+    number = load_library().level_number(level)
+    status = _function("remora_reencode_blocks")(
+        *(number, num_threads, _arena_struct(source, from_layout), _arena_struct(target, to_layout)),
+        *(np.ascontiguousarray(sources).ctypes.data, np.ascontiguousarray(targets).ctypes.data, len(sources)),
+    )
+    if status < 0:
+        raise KernelError("native re-encoding ran out of memory")
 
 
 def _check_layers(layout: BlockLayout, layer: int, num_layers: int) -> None:

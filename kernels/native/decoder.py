@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from remora.kernels.base import DecoderShape, KVMemory, Weights
 from remora.kernels.batch import StepBatch
+from remora.kernels.grouped import GroupedTensor, group_rows
 from remora.kernels.native.library import (
     DTYPES,
     LEVELS,
@@ -24,6 +25,7 @@ from remora.kernels.native.library import (
 from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.errors import KernelError
 
+_LINEAR_KINDS = frozenset({"lm_head", "qkv", "o", "gate_up", "down"})
 _TORCH_DTYPES = {torch.float32: DTYPES["fp32"], torch.bfloat16: DTYPES["bf16"]}
 
 
@@ -61,7 +63,9 @@ class NativeDecoder:
         self._step = StepStruct()
         cores = worker_cores(num_threads)
         self._handle = self._functions.remora_decoder_create(
-            ctypes.byref(_shape_struct(shape, tied_head="lm_head" not in weights)),
+            ctypes.byref(
+                _shape_struct(shape, tied_head="lm_head" not in weights and shape.weights not in ("int8", "int4"))
+            ),
             self._library.level_number(level),
             num_threads,
             (ctypes.c_int32 * len(cores))(*cores),
@@ -71,6 +75,8 @@ class NativeDecoder:
         self._finalizer = weakref.finalize(self, self._functions.remora_decoder_destroy, self._handle)
         for name, tensor in weights.items():
             self._set_weight(name, tensor)
+        if shape.weights in ("int8", "int4") and "lm_head" not in weights:
+            self._set_weight("lm_head", weights["embed"])
         self._library.check(self._functions.remora_decoder_finish(self._handle))
 
     @property
@@ -91,11 +97,17 @@ class NativeDecoder:
         """Memory of the packed weights."""
         return int(self._functions.remora_decoder_weight_bytes(self._handle))
 
-    def _set_weight(self, name: str, tensor: torch.Tensor) -> None:
+    def _set_weight(self, name: str, tensor: torch.Tensor | GroupedTensor) -> None:
         *prefix, kind = name.split(".")
         layer = int(prefix[1]) if len(prefix) == 2 and prefix[0] == "layers" and prefix[1].isdecimal() else -1
         if kind not in WEIGHT_KINDS or (prefix and layer < 0):
             raise KernelError(f"weight {name} is not a weight of this decoder")
+        if isinstance(tensor, GroupedTensor):
+            self._set_grouped(kind, layer, tensor)
+            return
+        if self._shape.weights in ("int8", "int4") and kind in _LINEAR_KINDS:
+            self._set_grouped(kind, layer, group_rows(tensor.detach(), self._shape.weights))
+            return
         source = tensor.detach()
         if source.dtype not in _TORCH_DTYPES:
             source = source.to(torch.float32)
@@ -113,15 +125,28 @@ class NativeDecoder:
             )
         )
 
+    def _set_grouped(self, kind: str, layer: int, tensor: GroupedTensor) -> None:
+        codes, scale = tensor.codes_OI.contiguous(), tensor.scale_OG.contiguous()
+        minimum = None if tensor.minimum_OG is None else tensor.minimum_OG.contiguous()
+        self._library.check(
+            self._functions.remora_decoder_set_grouped(
+                *(self._handle, WEIGHT_KINDS.index(kind), layer, codes.data_ptr(), scale.data_ptr()),
+                None if minimum is None else minimum.data_ptr(),
+                DTYPES[tensor.precision],
+                *tensor.shape,
+            )
+        )
+
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
         """Stores the step's K/V in `memory` and returns logits_RV, valid until the next call.
 
         Raises KernelError, before anything is written, for a block index outside the memory, a token outside the
-        vocabulary or a geometry that does not fit the shape.
+        vocabulary or a geometry that does not fit the shape. Marks sequences in `batch.not_finite_S`.
         """
         if memory.geometry != self._geometry:
             raise KernelError(f"memory of geometry {memory.geometry}, decoder of {self._geometry}")
         self._point_at(batch, memory.data)
+        batch.not_finite_S[: batch.num_sequences] = 0
         logits = self._functions.remora_decoder_run(self._handle, ctypes.byref(self._step), ctypes.byref(self._arena))
         if not logits:
             raise self._library.error()
@@ -140,6 +165,7 @@ class NativeDecoder:
         step.num_sequences = batch.num_sequences
         step.num_logit_rows = batch.num_logit_rows
         step.table_stride = batch.block_table_SB.shape[1]
+        step.not_finite = batch.not_finite_S.ctypes.data
         self._arena.data = data.ctypes.data
         self._arena.data_bytes = data.nbytes
 
@@ -172,10 +198,6 @@ def _arena_struct(shape: DecoderShape, geometry: KVGeometry) -> ArenaStruct:
     if len(geometry.groups) != 1:
         raise KernelError(f"{len(geometry.groups)} layer groups: only one group of full attention is served")
     group = geometry.groups[0]
-    if group.k_precision != group.v_precision or group.k_precision not in ("fp32", "bf16"):
-        raise KernelError(
-            f"KV precision K={group.k_precision}, V={group.v_precision}: served are fp32 and bf16, K and V alike"
-        )
     fits = (group.num_layers, group.num_kv_heads, group.head_dim)
     if fits != (shape.num_layers, shape.num_kv_heads, shape.head_dim):
         raise KernelError(f"KV geometry {geometry} does not fit {shape}")
@@ -185,5 +207,6 @@ def _arena_struct(shape: DecoderShape, geometry: KVGeometry) -> ArenaStruct:
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
         block_tokens=geometry.block_tokens,
-        kv_dtype=DTYPES[group.k_precision],
+        k_dtype=DTYPES[group.k_precision],
+        v_dtype=DTYPES[group.v_precision],
     )

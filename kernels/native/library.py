@@ -14,7 +14,7 @@ from typing import Any
 from remora.kernels.native.build import LIBRARY_NAME
 from remora.platform.base.errors import KernelError
 
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 #: Path of another build of the library, such as the emulated one of the tests.
 LIBRARY_VARIABLE = "REMORA_NATIVE_LIBRARY"
 #: Forces an instruction-set level by its name (LEVELS); read by the library whenever none is given.
@@ -22,7 +22,7 @@ LEVEL_VARIABLE = "REMORA_NATIVE_ISA"
 #: From the least to the best, numbered as in remora.h.
 LEVELS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 #: Numbered as in remora.h.
-DTYPES = {"fp32": 0, "bf16": 1, "int8": 2}
+DTYPES = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
 #: Names of kernels.base.Weights without "layers.{i}.", numbered as WeightKind in model.h.
 WEIGHT_KINDS = (
     "embed",
@@ -82,6 +82,7 @@ class StepStruct(Structure):
         ("num_sequences", c_int32),
         ("num_logit_rows", c_int32),
         ("table_stride", c_int32),
+        ("not_finite", c_void_p),
     ]
 
 
@@ -96,7 +97,8 @@ class ArenaStruct(Structure):
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("block_tokens", c_int32),
-        ("kv_dtype", c_int32),
+        ("k_dtype", c_int32),
+        ("v_dtype", c_int32),
     ]
 
 
@@ -112,13 +114,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "remora_decoder_level": (c_int32, [c_void_p]),
     "remora_decoder_weight_bytes": (c_int64, [c_void_p]),
     "remora_decoder_set_weight": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64, c_int64]),
+    "remora_decoder_set_grouped": (
+        c_int32,
+        [c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int64, c_int64],
+    ),
     "remora_decoder_finish": (c_int32, [c_void_p]),
     "remora_decoder_run": (c_void_p, [c_void_p, POINTER(StepStruct), POINTER(ArenaStruct)]),
     "remora_linear": (
         c_int32,
         [
-            *(c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int32, c_int32, c_int64),
-            *(c_int64, c_void_p, c_int32, c_void_p),
+            *(c_int32, c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int32),
+            *(c_int64, c_int64, c_void_p, c_int32, c_void_p),
         ],
     ),
     "remora_rms_norm": (c_int32, [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from remora.kernels.base import WeightPrecision
+from remora.kernels.grouped import group_rows
 from remora.kernels.native.library import DTYPES, load_library
 from remora.platform.base.errors import KernelError
 
@@ -99,14 +101,21 @@ def linear(
     level: str | None = None,
     num_threads: int = 1,
 ) -> Float32:
-    """x · weightsᵀ + bias with weights packed in `precision`. With `silu`, rows of weights are [gate; up] and the
-    result is SiLU(gate) * up, of half the width. Packs on every call: not for production."""
+    """x · weightsᵀ + bias with weights in `precision`, quantised by kernels.grouped where it is int8 or int4.
+
+    With `silu`, rows of weights are [gate; up] and the result is SiLU(gate) * up, of half the width. Packs on every
+    call: not for production."""
     x, weights = _contiguous(x_TI, "x", 2), _contiguous(weights_OI, "weights", 2)
     num_out, num_in = weights.shape
     if x.shape[1] != num_in or (bias_O is not None and bias_O.shape != (num_out,)) or (silu and num_out % 2):
         raise KernelError(f"x {x.shape} and bias do not fit weights {weights.shape}")
     bias = None if bias_O is None else _contiguous(bias_O, "bias", 1)
     out = np.empty((len(x), num_out // 2 if silu else num_out), np.float32)
+    codes, scale, minimum = weights, None, None
+    if precision in ("int8", "int4"):
+        grouped = group_rows(torch.from_numpy(weights), precision)
+        codes, scale = grouped.codes_OI.numpy(), grouped.scale_OG.contiguous().numpy()
+        minimum = None if grouped.minimum_OG is None else grouped.minimum_OG.contiguous().numpy()
     library = load_library()
     library.check(
         library.functions.remora_linear(
@@ -114,8 +123,9 @@ def linear(
             num_threads,
             x.ctypes.data,
             len(x),
-            weights.ctypes.data,
-            DTYPES["fp32"],
+            codes.ctypes.data,
+            None if scale is None else scale.ctypes.data,
+            None if minimum is None else minimum.ctypes.data,
             DTYPES[precision],
             num_out,
             num_in,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 
 from remora.kernels.layout import K_SIDE, V_SIDE
+from remora.kernels.reference.kv_view import KVView
 
 #: Query rows whose scores are held at once: bounds memory at long prompts.
 _ROWS_AT_ONCE = 256
 
 
 def paged_attention(
-    kv_NL2HBD: torch.Tensor,
+    kv: torch.Tensor | KVView,
     *,
     layer: int,
     q_TQD: torch.Tensor,
@@ -27,18 +28,19 @@ def paged_attention(
 
     Row t stands at position `context_len - T + t` and sees the positions from `first_position` up to its own. Returns
     out_TQD and lse_TQ (natural log) in fp32; a row that sees nothing has output 0 and LSE -inf. Slots beyond
-    `context_len` are never read.
+    `context_len` are never read. `kv` is the arena as kv_NL2HBD, or its view.
     """
-    block_tokens = kv_NL2HBD.shape[4]
+    block_tokens = kv.layout.block_tokens if isinstance(kv, KVView) else kv.shape[4]
     first_column = first_position // block_tokens
     last_column = -(-context_len // block_tokens)
-    used = kv_NL2HBD[blocks[first_column:last_column], layer]
+    used = blocks[first_column:last_column]
     num_rows, num_heads, head_dim = q_TQD.shape
-    num_kv_heads = used.shape[2]
+    num_kv_heads = kv.layout.num_kv_heads if isinstance(kv, KVView) else kv.shape[3]
     start = first_column * block_tokens
 
     def gather(side: int) -> torch.Tensor:
-        per_head = used[:, side].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+        rows_nHBD = kv.read(side, layer, used) if isinstance(kv, KVView) else kv[used, layer, side]
+        per_head = rows_nHBD.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
         return per_head[:, first_position - start : context_len - start].to(torch.float32)
 
     k_HCD, v_HCD = gather(K_SIDE), gather(V_SIDE)

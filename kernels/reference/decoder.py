@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from remora.kernels.base import DecoderShape, KVMemory, Weights
 from remora.kernels.batch import StepBatch
+from remora.kernels.grouped import GroupedTensor
 from remora.kernels.layout import BlockLayout
 from remora.kernels.reference.attention import paged_attention
+from remora.kernels.reference.kv_view import KVView
 from remora.kernels.reference.linear import make_linear
 from remora.kernels.reference.norm import rms_norm
 from remora.kernels.reference.rope import rope_tables, rotate
@@ -46,6 +48,8 @@ class _Step:
     sin_TD: torch.Tensor
     block_T: torch.Tensor
     slot_T: torch.Tensor
+    #: Rows whose K and V can be held, in all layers so far.
+    fits_T: torch.Tensor
     #: Rows, blocks and context length of each sequence.
     sequences: list[tuple[slice, torch.Tensor, int]]
 
@@ -88,17 +92,21 @@ class TorchDecoder:
     def name(self) -> str:
         return "torch-reference"
 
-    def _tensor(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
+    def _weight(self, name: str, size: tuple[int, ...]) -> torch.Tensor | GroupedTensor:
         tensor = self._weights.get(name)
         if tensor is None:
             raise KernelError(f"weight {name} is missing")
         if tuple(tensor.shape) != size:
             raise KernelError(f"weight {name} has shape {tuple(tensor.shape)}, not {size}")
-        return tensor.detach()
+        return tensor
+
+    def _tensor(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._weight(name, size)
+        return tensor.to_fp32() if isinstance(tensor, GroupedTensor) else tensor.detach()
 
     def _linear(self, name: str, bias: str | None, num_out: int, num_in: int) -> Linear:
         bias_tensor = None if bias is None else self._tensor(bias, (num_out,))
-        return make_linear(self._tensor(name, (num_out, num_in)), bias_tensor, self._shape.weights)
+        return make_linear(self._weight(name, (num_out, num_in)), bias_tensor, self._shape.weights)
 
     def _layer(self, index: int) -> _Layer:
         shape, prefix = self._shape, f"layers.{index}."
@@ -140,7 +148,7 @@ class TorchDecoder:
         if num_tokens and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._shape.vocab_size:
             raise KernelError(f"a token id lies outside the vocabulary of {self._shape.vocab_size}")
         step = self._prepare(batch, memory)
-        kv = self._layout.torch_view(memory.data)
+        kv = KVView(self._layout, memory.data)
         hidden = self._embed[token_ids].to(torch.float32)
         for index, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.input_norm, self._shape.rms_norm_eps)
@@ -148,6 +156,8 @@ class TorchDecoder:
             normed = rms_norm(hidden, layer.post_norm, self._shape.rms_norm_eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
             hidden = hidden + layer.down(torch.nn.functional.silu(gate) * up)
+        for index, (own_rows, _, _) in enumerate(step.sequences):
+            batch.not_finite_S[index] = not bool(step.fits_T[own_rows].all())
         rows = torch.from_numpy(batch.logit_rows_R[: batch.num_logit_rows]).long()
         logits = self._lm_head(rms_norm(hidden[rows], self._final_norm, self._shape.rms_norm_eps))
         result: NDArray[np.float32] = logits.numpy()
@@ -170,9 +180,16 @@ class TorchDecoder:
             blocks = torch.from_numpy(columns).long()
             block_T[rows] = blocks[positions[rows] // block_tokens]
             sequences.append((rows, blocks, context_len))
-        return _Step(cos_TD=cos, sin_TD=sin, block_T=block_T, slot_T=positions % block_tokens, sequences=sequences)
+        return _Step(
+            cos_TD=cos,
+            sin_TD=sin,
+            block_T=block_T,
+            slot_T=positions % block_tokens,
+            fits_T=torch.ones(batch.num_tokens, dtype=torch.bool),
+            sequences=sequences,
+        )
 
-    def _attend(self, index: int, layer: _Layer, qkv: torch.Tensor, kv: torch.Tensor, step: _Step) -> torch.Tensor:
+    def _attend(self, index: int, layer: _Layer, qkv: torch.Tensor, kv: KVView, step: _Step) -> torch.Tensor:
         shape = self._shape
         heads_THD = qkv.view(len(qkv), -1, shape.head_dim)
         first_k, first_v = shape.num_attention_heads, shape.num_attention_heads + shape.num_kv_heads
@@ -182,7 +199,7 @@ class TorchDecoder:
             k = rms_norm(k, layer.k_norm, shape.rms_norm_eps)
         q = rotate(q, step.cos_TD, step.sin_TD)
         k = rotate(k, step.cos_TD, step.sin_TD)
-        store_kv(kv, layer=index, k_THD=k, v_THD=v, block_T=step.block_T, slot_T=step.slot_T)
+        step.fits_T.logical_and_(store_kv(kv, layer=index, k_THD=k, v_THD=v, block_T=step.block_T, slot_T=step.slot_T))
         out = torch.empty_like(q)
         for rows, blocks, context_len in step.sequences:
             out[rows], _ = paged_attention(

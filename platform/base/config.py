@@ -54,6 +54,16 @@ class DeviceConfig(_Section):
     eviction: Literal["lru", "s3fifo", "arc", "value"] = "value"
 
 
+KVWord = Literal["bf16", "fp32", "int8", "int4"]
+
+
+class KVPrecisionConfig(_Section):
+    """K and V apart: `{k: int8, v: int4}`."""
+
+    k: KVWord = "bf16"
+    v: KVWord = "bf16"
+
+
 class ModelConfig(_Section):
     """One served model."""
 
@@ -61,8 +71,11 @@ class ModelConfig(_Section):
     #: A local folder, a `.gguf` file, a hub id ("org/name"), or `package:PYTHON_PACKAGE/FILE`.
     source: Annotated[str, Field(min_length=1)]
     revision: str | None = None
-    weights: Literal["bf16", "fp32", "int8"] = "bf16"
-    kv_precision: Literal["bf16", "fp32"] = "bf16"
+    weights: Literal["bf16", "fp32", "int8", "int4"] = "bf16"
+    #: A word for K and V, or one for each.
+    kv_precision: KVWord | KVPrecisionConfig = "bf16"
+    #: Serve in a precision that `remora accuracy` has measured and that failed its gate.
+    force_precision: bool = False
     #: Context in tokens; None: the model's own, at most 8192.
     max_model_len: Annotated[int, Field(ge=16)] | None = None
     #: Sequences that run at once in one replica.
@@ -76,6 +89,12 @@ class ModelConfig(_Section):
     trust_remote_code: bool = False
     #: Namespace of requests that name none; None: the model's first namespace.
     default_namespace: NamespaceName | None = None
+
+    @property
+    def kv_precisions(self) -> tuple[KVWord, KVWord]:
+        """Of K and of V."""
+        both = self.kv_precision
+        return (both.k, both.v) if isinstance(both, KVPrecisionConfig) else (both, both)
 
 
 class NamespaceConfig(_Section):

@@ -102,7 +102,7 @@ def size(
         raise click.UsageError(f"--shared: {shared} tokens are more than the {context_tokens} of a session")
     num_running = min(sessions, model.max_num_seqs * model.num_replicas) if running is None else min(running, sessions)
     load = Load(num_sessions=sessions, context_tokens=context_tokens, shared_tokens=shared, num_running=num_running)
-    own = spec.geometry(block_tokens=block_tokens, kv_precision="bf16")
+    own = spec.geometry(block_tokens=block_tokens, kv_precisions=("bf16", "bf16"))
     found = [kv_size(geometry, load) for geometry in _served_geometries(own)]
     weights = weights_bytes(spec.shape)
     if as_json:

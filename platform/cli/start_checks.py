@@ -130,7 +130,7 @@ def _plan_model(model: ModelConfig, config: RemoraConfig) -> ModelPlan:
         source=str(files.path),
         architecture=spec.architecture,
         weights_bytes=weights_bytes(spec.shape),
-        block_bytes=spec.geometry(block_tokens=block_tokens, kv_precision=model.kv_precision).block_bytes,
+        block_bytes=spec.geometry(block_tokens=block_tokens, kv_precisions=model.kv_precisions).block_bytes,
         max_model_len=spec.max_model_len,
     )
 
@@ -156,10 +156,11 @@ def weights_bytes(shape: DecoderShape) -> int:
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_attention_heads + shape.num_kv_heads)
     layer = attention + 3 * shape.hidden_size * shape.intermediate_size
     head = shape.vocab_size * shape.hidden_size
-    matrix_bytes = {"fp32": 4, "bf16": 2, "int8": 1}[shape.weights]
+    # Of integers, scales and minimums are an eighth of a byte more.
+    matrix_bytes = {"fp32": 4.0, "bf16": 2.0, "int8": 1.125, "int4": 0.625}[shape.weights]
     embed_bytes = 4 if shape.weights == "fp32" else 2
     # The head is packed for products, also when it is tied to the embedding, whose rows are looked up.
-    return (shape.num_layers * layer + head) * matrix_bytes + head * embed_bytes
+    return int((shape.num_layers * layer + head) * matrix_bytes) + head * embed_bytes
 
 
 def _round_up(num_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from remora.kernels.native import build
 from remora.kernels.native.library import LEVELS, LIBRARY_VARIABLE, NativeLibrary
+
+# Makes paged_world importable for the tests beside it.
+sys.path.append(str(Path(__file__).parent))
 
 
 def _up_to_date(library: Path) -> bool:

@@ -53,11 +53,44 @@ def test_a_block_outside_the_arena_is_refused(block: int) -> None:
         layout.check_blocks(data, np.array([[0, 1], [block, 2]], np.int32))
 
 
-def test_quantised_and_mixed_geometries_are_refused_by_name() -> None:
-    with pytest.raises(KernelError, match="int8"):
-        BlockLayout(make_geometry(precision="int8"))
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_quantised_rows_and_scales_fill_a_block_without_gaps_or_overlaps(precision: str, head_dim: int) -> None:
+    layout = BlockLayout(make_geometry(precision=precision, head_dim=head_dim, block_tokens=16))
+    data = np.zeros(3 * layout.block_bytes, np.uint8)
+    for side in (K_SIDE, V_SIDE):
+        layout.rows_view(data, side)[1] += 1
+        layout.scales_view(data, side)[1] += 0x0101
+    used = 16 * layout.geometry.groups[0].token_bytes()
+    assert (layout.block_view(data, 1)[:used] == 1).all()
+    assert not layout.block_view(data, 1)[used:].any()
+    assert not layout.block_view(data, 0).any()
+    last = {"block": 1, "layer": 2, "side": V_SIDE, "kv_head": 1, "token": 15}
+    rows = layout.rows_view(data, V_SIDE)
+    rows[1, 2, 1, 15] = 7
+    offset = layout.offset_bytes(**last)
+    assert (data[offset : offset + rows.shape[-1]] == 7).all()
+
+
+@pytest.mark.parametrize(("precision", "most"), [("int8", 0.53), ("int4", 0.30)])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_quantised_kv_takes_the_promised_share_of_bf16(precision: str, most: float, head_dim: int) -> None:
+    plain = make_geometry(head_dim=head_dim).groups[0].token_bytes()
+    assert make_geometry(precision=precision, head_dim=head_dim).groups[0].token_bytes() <= most * plain
+
+
+def test_views_of_plain_values_are_refused_for_quantised_and_mixed_precision() -> None:
+    data = np.zeros(10_000_000, np.uint8)
     mixed = LayerGroup(num_layers=1, num_kv_heads=1, head_dim=64, k_precision="fp32", v_precision="bf16")
-    with pytest.raises(KernelError, match="K=fp32, V=bf16"):
-        BlockLayout(KVGeometry(groups=(mixed,), block_tokens=32))
+    for geometry, message in [
+        (make_geometry(precision="int8"), "K=int8, V=int8"),
+        (KVGeometry(groups=(mixed,), block_tokens=32), "K=fp32, V=bf16"),
+    ]:
+        with pytest.raises(KernelError, match=message):
+            BlockLayout(geometry).torch_view(data)
+        with pytest.raises(KernelError, match=message):
+            BlockLayout(geometry).numpy_view(data)
     with pytest.raises(KernelError, match="2 layer groups"):
         BlockLayout(KVGeometry(groups=(mixed, mixed), block_tokens=32))
+    with pytest.raises(KernelError, match="head_dim 33"):
+        BlockLayout(make_geometry(precision="int4", head_dim=33))

@@ -8,22 +8,28 @@ import torch
 from numpy.typing import NDArray
 
 from remora.kernels.base import WeightPrecision
+from remora.kernels.grouped import group_rows
 from remora.kernels.native import operations
 from remora.kernels.reference.linear import make_linear
 from remora.kernels.reference.rope import rotate
 from remora.platform.base.errors import KernelError
 
 Float32 = NDArray[np.float32]
-PRECISIONS: list[WeightPrecision] = ["fp32", "bf16", "int8"]
+PRECISIONS: list[WeightPrecision] = ["fp32", "bf16", "int8", "int4"]
 
 
 def normal(*shape: int, seed: int = 0) -> Float32:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def expected_linear(x: Float32, weights: Float32, bias: Float32 | None, precision: WeightPrecision) -> Float32:
+def expected_linear(
+    x: Float32, weights: Float32, bias: Float32 | None, precision: WeightPrecision, level: str
+) -> Float32:
     bias_tensor = None if bias is None else torch.from_numpy(bias)
-    result: Float32 = make_linear(torch.from_numpy(weights), bias_tensor, precision)(torch.from_numpy(x)).numpy()
+    weight = torch.from_numpy(weights)
+    if precision in ("int8", "int4") and level == "amx":
+        weight, precision = group_rows(weight, precision).to_fp32(), "bf16"  # its tiles take bf16 on both sides
+    result: Float32 = make_linear(weight, bias_tensor, precision)(torch.from_numpy(x)).numpy()
     return result
 
 
@@ -35,7 +41,7 @@ def test_linear_equals_torch_for_odd_shapes(level: str, precision: WeightPrecisi
     for num_rows in (1, 2, 3, 5, 8, 13, 17, 32, 47):
         x = normal(num_rows, num_in, seed=num_rows)
         y = operations.linear(x, weights, bias, precision=precision, level=level, num_threads=2)
-        np.testing.assert_allclose(y, expected_linear(x, weights, bias, precision), rtol=1e-5, atol=2e-4)
+        np.testing.assert_allclose(y, expected_linear(x, weights, bias, precision, level), rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -57,7 +63,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_threads(
 def test_gate_and_up_are_joined_by_silu(level: str, precision: WeightPrecision, num_units: int) -> None:
     x, weights, bias = normal(9, 96), normal(2 * num_units, 96, seed=1), normal(2 * num_units, seed=2)
     y = operations.linear(x, weights, bias, precision=precision, silu=True, level=level)
-    gate, up = torch.from_numpy(expected_linear(x, weights, bias, precision)).chunk(2, dim=-1)
+    gate, up = torch.from_numpy(expected_linear(x, weights, bias, precision, level)).chunk(2, dim=-1)
     np.testing.assert_allclose(y, (torch.nn.functional.silu(gate) * up).numpy(), rtol=1e-5, atol=2e-4)
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from remora.kernels.grouped import GroupedPrecision, group_rows, stack_rows
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
 from remora.kernels.reference.attention import merge_attention, paged_attention
 from remora.kernels.reference.checksum import block_checksum
 from remora.kernels.reference.copy_blocks import copy_blocks
 from remora.kernels.reference.k_shift import shift_k
-from remora.kernels.reference.linear import make_linear, quantize_rows
+from remora.kernels.reference.linear import make_linear
 from remora.kernels.reference.norm import rms_norm
 from remora.kernels.reference.rope import rope_tables, rotate
 from remora.namespaces.geometry import KVGeometry, LayerGroup
@@ -120,23 +121,32 @@ def test_rms_norm_gives_rows_of_mean_square_one_before_the_weight() -> None:
     assert torch.allclose(rms_norm(x, weight, 1e-5).double(), expected, atol=1e-5)
 
 
-def test_quantised_rows_use_the_whole_range_and_zero_rows_stay_zero() -> None:
-    x = torch.randn(4, 33)
-    x[2] = 0
-    values, scale = quantize_rows(x)
-    assert values.abs().amax(dim=1).tolist() == [127, 127, 0, 127]
-    assert torch.equal(values, values.round())
-    assert ((values * scale - x).abs() <= scale / 2 + 1e-6).all()
+@pytest.mark.parametrize(("precision", "bound"), [("int8", 1 / 254), ("int4", 1 / 15)])
+def test_grouped_weights_are_within_half_a_step_and_zero_groups_stay_zero(
+    precision: GroupedPrecision, bound: float
+) -> None:
+    weight = torch.randn(4, 75)
+    weight[2] = 0
+    grouped = group_rows(weight, precision)
+    assert grouped.shape == (4, 75)
+    # fp16 scales may be a little below what the largest value needs.
+    assert ((grouped.to_fp32() - weight).abs() <= weight.abs().amax() * bound * 1.01 + 2e-3).all()
+    assert (grouped.to_fp32()[2] == 0).all()
+    stacked = stack_rows([grouped, group_rows(weight, "int8")])
+    assert stacked.precision == "int8"
+    assert torch.equal(stacked.to_fp32()[:4], grouped.to_fp32())
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(7)])
-def test_int8_linear_is_the_exact_product_of_integers_times_both_scales(bias: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_inputs_beside_grouped_weights_keep_fifteen_bits(
+    bias: torch.Tensor | None, precision: GroupedPrecision
+) -> None:
     x, weight = torch.randn(3, 40), torch.randn(7, 40)
-    (x_values, x_scale), (w_values, w_scale) = quantize_rows(x), quantize_rows(weight)
-    expected = (x_values.double() @ w_values.double().T) * x_scale * w_scale.T
-    got = make_linear(weight, bias, "int8")(x)
-    assert torch.allclose(got.double(), expected + (0 if bias is None else bias), atol=1e-5)
-    assert torch.allclose(got, torch.nn.functional.linear(x, weight, bias), atol=0.3)
+    got = make_linear(weight, bias, precision)(x)
+    exact = torch.nn.functional.linear(x.double(), group_rows(weight, precision).to_fp32().double())
+    assert torch.allclose(got.double(), exact + (0 if bias is None else bias), atol=2e-3)
+    assert torch.equal(make_linear(group_rows(weight, precision), bias, precision)(x), got)
 
 
 def test_bf16_linear_rounds_both_sides_and_not_the_sum() -> None:

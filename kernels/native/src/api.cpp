@@ -39,6 +39,7 @@ struct LinearRun {
   const LevelKernels& kernels;
   PackedLinear packed;
   Source weights;
+  GroupedSource grouped;
   ColumnOrder order;
   const float* x;
   int64_t num_rows;
@@ -48,7 +49,8 @@ struct LinearRun {
 
 void run_linear(void* context, Team& team) {
   LinearRun& run = *static_cast<LinearRun*>(context);
-  pack_linear(run.packed, run.order, run.weights, team);
+  if (is_quantised(run.packed.dtype)) pack_grouped(run.packed, run.order, run.grouped, team);
+  else pack_linear(run.packed, run.order, run.weights, team);
   const Range rows = team.share(run.num_rows);
   for (int64_t row = rows.begin; row < rows.end; ++row)
     run.kernels.encode_row(run.packed.dtype, run.x + row * run.packed.num_in, run.packed.num_in, run.activations, row);
@@ -61,7 +63,7 @@ void run_linear(void* context, Team& team) {
 REMORA_EXPORT const char* remora_last_error() { return last_error.c_str(); }
 
 // Changes whenever a signature or a struct does; library.py refuses another number.
-REMORA_EXPORT int32_t remora_interface_version() { return 1; }
+REMORA_EXPORT int32_t remora_interface_version() { return 2; }
 
 REMORA_EXPORT const char* remora_level_name(int32_t level) {
   return level < 0 || level >= NUM_LEVELS ? nullptr : level_name(static_cast<Level>(level));
@@ -101,6 +103,17 @@ REMORA_EXPORT int32_t remora_decoder_set_weight(Decoder* decoder, int32_t kind, 
   });
 }
 
+// An int8 or int4 linear layer: codes [rows][columns], fp16 scales and minimums (may be null) [rows][columns / 32].
+REMORA_EXPORT int32_t remora_decoder_set_grouped(Decoder* decoder, int32_t kind, int32_t layer, const int8_t* codes,
+                                                 const uint16_t* scales, const uint16_t* minimums, int32_t dtype,
+                                                 int64_t rows, int64_t columns) {
+  return guarded(-1, [&] {
+    decoder->set_grouped(static_cast<WeightKind>(kind), layer,
+                         {codes, scales, minimums, static_cast<Dtype>(dtype), rows, columns});
+    return 0;
+  });
+}
+
 REMORA_EXPORT int32_t remora_decoder_finish(Decoder* decoder) {
   return guarded(-1, [&] {
     decoder->finish();
@@ -113,29 +126,32 @@ REMORA_EXPORT const float* remora_decoder_run(Decoder* decoder, const Step* step
   return guarded(static_cast<const float*>(nullptr), [&] { return decoder->run(*step, *arena); });
 }
 
+// Weights are fp32, or, where precision is int8 or int4, codes with fp16 scales and minimums like those of a decoder.
 // out[rows][num_out] = x[rows][num_in] · weightsᵀ + bias; with `silu`, out[rows][num_out / 2] = SiLU(gate) * up.
 REMORA_EXPORT int32_t remora_linear(int32_t level, int32_t num_threads, const float* x, int64_t num_rows,
-                                    const void* weights, int32_t weights_dtype, int32_t precision, int64_t num_out,
-                                    int64_t num_in, const float* bias, int32_t silu, float* out) {
+                                    const void* weights, const uint16_t* scales, const uint16_t* minimums,
+                                    int32_t precision, int64_t num_out, int64_t num_in, const float* bias, int32_t silu, float* out) {
   return guarded(-1, [&] {
     const LevelKernels& kernels = kernels_or_default(level);
     const auto dtype = static_cast<Dtype>(precision);
     const ColumnOrder order = silu ? ColumnOrder::gate_up : ColumnOrder::plain;
     WeightStore store(packed_bytes(dtype, num_out, num_in, order, bias != nullptr));
-    Buffer rows, scales;
+    Buffer rows, row_scales;
     const int64_t stride = kernels.activation_stride(dtype, num_in);
     rows.reserve(stride * (num_rows + ACTIVATION_SPARE_ROWS));
-    scales.reserve((num_rows + ACTIVATION_SPARE_ROWS) * num_scales(num_in) * 4);
+    row_scales.reserve((num_rows + ACTIVATION_SPARE_ROWS) * num_scales(num_in) * 4);
     ThreadTeam threads(num_threads, nullptr);
     LinearRun run{kernels,
                   reserve_linear(store, dtype, num_out, num_in, order, bias != nullptr),
-                  {weights, static_cast<Dtype>(weights_dtype), num_out, num_in},
+                  {weights, Dtype::fp32, num_out, num_in},
+                  {static_cast<const int8_t*>(weights), scales, minimums, dtype, num_out, num_in},
                   order,
                   x,
                   num_rows,
-                  {rows.bytes(), stride, scales.floats()},
+                  {rows.bytes(), stride, row_scales.floats()},
                   {silu ? LinearOutput::Kind::silu_store : LinearOutput::Kind::store, out, silu ? num_out / 2 : num_out,
                    {}, 0}};
+    if (minimums == nullptr) run.packed.minimum = nullptr;
     if (bias != nullptr) pack_bias(run.packed, order, {bias, Dtype::fp32, 1, num_out});
     threads.run(run_linear, &run);
     return 0;

@@ -1,5 +1,5 @@
-// The C interface to storing K/V and to attention alone, outside a decoder. Callers check sizes and block indices;
-// pointers are trusted. Both return -1 when the level is not available or memory runs out, else 0.
+// The C interface to storing K/V, to re-encoding blocks and to attention alone, outside a decoder. Callers check sizes and block indices;
+// pointers are trusted. All return -1 when the level is not available or memory runs out, else 0.
 #include <exception>
 
 #include "attention_plan.h"
@@ -21,6 +21,18 @@ struct AttentionRun {
   const AttentionWork* work;
   const float *k, *v;
 };
+
+struct ReencodeRun {
+  const LevelKernels& kernels;
+  const Arena &from, &to;
+  const int32_t *sources, *targets;
+  int64_t count;
+};
+
+void run_reencode(void* context, Team& team) {
+  const ReencodeRun& run = *static_cast<ReencodeRun*>(context);
+  run.kernels.reencode_blocks(team, run.from, run.to, run.sources, run.targets, run.count);
+}
 
 void run_attention(void* context, Team& team) {
   const AttentionRun& run = *static_cast<AttentionRun*>(context);
@@ -49,6 +61,21 @@ REMORA_EXPORT int32_t remora_store_kv(int32_t level, int32_t num_threads, const 
     ThreadTeam threads(num_threads, nullptr);
     AttentionRun run{*kernels, *step, *arena, layer, 1, {}, nullptr, k, v};
     threads.run(run_store, &run);
+  } catch (const std::exception&) {
+    return -1;
+  }
+  return 0;
+}
+
+// Blocks sources[i] of `from` to blocks targets[i] of `to`, in the precisions of `to`.
+REMORA_EXPORT int32_t remora_reencode_blocks(int32_t level, int32_t num_threads, const Arena* from, const Arena* to,
+                                             const int32_t* sources, const int32_t* targets, int64_t count) {
+  const LevelKernels* kernels = kernels_of(static_cast<Level>(level));
+  if (kernels == nullptr) return -1;
+  try {
+    ThreadTeam threads(num_threads, nullptr);
+    ReencodeRun run{*kernels, *from, *to, sources, targets, count};
+    threads.run(run_reencode, &run);
   } catch (const std::exception&) {
     return -1;
   }

@@ -42,7 +42,7 @@ struct ChunkBlocks {
 
  private:
   const uint16_t* row(const uint8_t* block, int token) const {
-    return reinterpret_cast<const uint16_t*>(block + token % block_tokens * blocks.row_bytes);
+    return reinterpret_cast<const uint16_t*>(block + token % block_tokens * blocks.k.row_bytes);
   }
 
   const HeadBlocks& blocks;

@@ -1,6 +1,7 @@
 // Inner loops of the portable attention: lanes run over head_dim, so that K and V are read as they lie in a block.
 // Level file header. Shapes: rows are query rows, tokens are rows of K or V.
 #pragma once
+#include "quantise.h"
 #include "simd.h"
 
 namespace remora::REMORA_LEVEL {
@@ -38,6 +39,8 @@ REMORA_INLINE vfloat load_part(const uint16_t* p, int part) {
   return (vfloat)(part == 0 ? both << 16 : both & 0xffff0000u);
 #endif
 }
+
+REMORA_INLINE vfloat load_part(const int8_t* p, int) { return load_int8(p); }
 
 // Dims of one row into the order of the vectors of T, and back.
 template <class T>

@@ -12,12 +12,10 @@ struct Tile {
   Tile(const Step& step, const Arena& arena, int32_t sequence, int32_t layer, int32_t kv_head)
       : blocks(step, arena, sequence, layer, kv_head),
         head_dim(arena.head_dim),
-        block_tokens(arena.block_tokens),
-        kv_dtype(arena.kv_dtype) {}
+        block_tokens(arena.block_tokens) {}
 
   HeadBlocks blocks;
   int32_t head_dim, block_tokens, num_rows = 0;
-  Dtype kv_dtype;
   float scale_log2 = 0;           // scale * log2(e): scores are in powers of two
   int32_t visible[MAX_TILE_ROWS];  // positions that row sees, ascending; position + 1
   const float* q = nullptr;        // [num_rows][head_dim], as given

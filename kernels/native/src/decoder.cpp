@@ -25,6 +25,10 @@ void Decoder::set_weight(WeightKind kind, int32_t layer, const Source& source) {
   model_.set_weight(threads_, kind, layer, source);
 }
 
+void Decoder::set_grouped(WeightKind kind, int32_t layer, const GroupedSource& source) {
+  model_.set_grouped(threads_, kind, layer, source);
+}
+
 void Decoder::finish() {
   model_.check_complete();
   complete_ = true;
@@ -36,12 +40,9 @@ void Decoder::check(const Step& step, const Arena& arena) const {
   require(arena.num_layers == shape.num_layers && arena.num_kv_heads == shape.num_kv_heads &&
               arena.head_dim == shape.head_dim,
           "the KV geometry does not fit the model's layers, kv heads or head_dim");
-  require(arena.kv_dtype == Dtype::fp32 || arena.kv_dtype == Dtype::bf16, "KV precision must be fp32 or bf16");
   require(arena.block_tokens > 0 && arena.block_tokens % 16 == 0 && ATTENTION_CHUNK % arena.block_tokens == 0,
           "block_tokens must be a multiple of 16 that divides 512");
-  const int64_t token_bytes =
-      2LL * shape.num_layers * shape.kv_size() * (arena.kv_dtype == Dtype::fp32 ? 4 : 2);
-  require(arena.block_bytes >= token_bytes * arena.block_tokens, "block_bytes is smaller than a block of this geometry");
+  require(arena.block_bytes >= kv_layer_bytes(arena) * arena.num_layers, "block_bytes is smaller than a block of this geometry");
 
   require(step.num_tokens > 0 && step.num_sequences > 0, "a step without tokens");
   require(step.num_logit_rows >= 0 && step.num_logit_rows <= step.num_tokens, "more logit rows than tokens");
@@ -81,7 +82,7 @@ void Decoder::reserve(const Step& step) {
   space_.hidden.reserve(rows * shape.hidden_size * 4);
   space_.qkv.reserve(rows * shape.qkv_size() * 4);
   space_.attended.reserve(rows * shape.query_size() * 4);
-  if (shape.weights == Dtype::int8) space_.inner.reserve(rows * shape.intermediate_size * 4);
+  if (is_quantised(shape.weights)) space_.inner.reserve(rows * shape.intermediate_size * 4);
   space_.row_values.reserve(threads_.size() * row_stride(shape) * 4);
   space_.first.reserve(std::max({activation_bytes(shape.weights, shape.hidden_size),
                                  activation_bytes(shape.weights, shape.query_size()),

@@ -13,6 +13,7 @@ class Decoder {
   Decoder(const Shape& shape, const LevelKernels& kernels, int num_threads, const int32_t* cores);
 
   void set_weight(WeightKind kind, int32_t layer, const Source& source);
+  void set_grouped(WeightKind kind, int32_t layer, const GroupedSource& source);
   void finish();  // all weights are there; throws std::invalid_argument
 
   // Logits [num_logit_rows][vocab_size], valid until the next step. Throws std::invalid_argument, before anything is

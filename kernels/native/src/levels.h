@@ -22,6 +22,8 @@ struct LevelKernels {
   void (*weigh_row)(const float* x, int64_t count, float maximum, float factor, float* out, float* piece_sums);
   void (*store_kv)(Team& team, const Step& step, const Arena& arena, int32_t layer, const float* k, int64_t k_stride,
                    const float* v, int64_t v_stride);
+  void (*reencode_blocks)(Team& team, const Arena& from, const Arena& to, const int32_t* sources,
+                          const int32_t* targets, int64_t count);
   void (*attention)(Team& team, const Step& step, const Arena& arena, const AttentionCall& call,
                     const AttentionWork& work);
 };

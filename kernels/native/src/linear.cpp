@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "encodings.h"
+#include "linear_grouped.h"
 #include "micro_kernels.h"
 #include "simd.h"
 #include "tiles.h"
@@ -35,10 +36,6 @@ struct Call {
   Encoding encoding;
 
   const uint8_t* row(int64_t index) const { return activations.data + index * activations.stride; }
-  // Scales of a row from the group that holds input `k` on.
-  const float* scales(int64_t index, int64_t k) const {
-    return activations.scale + index * num_scales(weights.num_in) + k / INT8_GROUP;
-  }
 };
 
 void store_row(const LinearOutput& output, float* out, const float* values, int64_t count) {
@@ -67,7 +64,7 @@ void silu_row(const Call& call, int64_t row, int64_t panel, const float* values)
   }
 }
 
-// Turns sums into outputs: scales, bias, and what the call fuses. `tile` holds rows of PANEL_COLUMNS.
+// Turns sums into outputs: bias, and what the call fuses. `tile` holds rows of PANEL_COLUMNS.
 void finish_tile(const Call& call, int64_t first_row, int64_t num_rows, int64_t panel, float* tile) {
   const PackedLinear& weights = call.weights;
   const LinearOutput& output = call.output;
@@ -78,7 +75,6 @@ void finish_tile(const Call& call, int64_t first_row, int64_t num_rows, int64_t 
     const int64_t row = first_row + r;
     for (int i = 0; i < PANEL_COLUMNS; i += LANES) {
       vfloat v = load(values + i);
-      if (weights.dtype == Dtype::int8) v = v * load(weights.scale + first + i);
       if (weights.bias != nullptr) v += load(weights.bias + first + i);
       store(values + i, v);
     }
@@ -92,12 +88,6 @@ void finish_tile(const Call& call, int64_t first_row, int64_t num_rows, int64_t 
 }
 
 using MicroKernel = void (*)(const MicroTile&);
-
-template <class Product, int MR, int NB>
-constexpr MicroKernel micro_kernel() {
-  if constexpr (Product::FLOATS) return sum_products<Product, MR, NB>;
-  else return sum_groups<Product, MR, NB>;
-}
 
 struct TileKernel {
   MicroKernel kernel;
@@ -120,30 +110,30 @@ constexpr int max_tile_rows() {
   if (REMORA_VECTOR_BYTES == 64) return 12;
   if (REMORA_VECTOR_BYTES == 16) return 2;
   // 6 would fit weights that are widened on the way too, but gcc then moves registers around: 20 % slower than 4.
-  return Product::FLOATS && Product::PARTS == 2 ? 4 : 6;
+  return Product::PARTS == 2 ? 4 : 6;
 }
 
 // A kernel for this many rows, or for the next larger number that has one: it computes spare rows.
 template <class Product>
 TileKernel tile_kernel(int64_t num_rows) {
 #if REMORA_VECTOR_BYTES == 64
-  if (num_rows == 1) return {micro_kernel<Product, 1, 2>(), 2};
-  if (num_rows == 2) return {micro_kernel<Product, 2, 2>(), 2};
-  if (num_rows <= 4) return {micro_kernel<Product, 4, 2>(), 2};
-  if (num_rows <= 8) return {micro_kernel<Product, 8, 2>(), 2};
-  return {micro_kernel<Product, 12, 2>(), 2};
+  if (num_rows == 1) return {sum_products<Product, 1, 2>, 2};
+  if (num_rows == 2) return {sum_products<Product, 2, 2>, 2};
+  if (num_rows <= 4) return {sum_products<Product, 4, 2>, 2};
+  if (num_rows <= 8) return {sum_products<Product, 8, 2>, 2};
+  return {sum_products<Product, 12, 2>, 2};
 #elif REMORA_VECTOR_BYTES == 32
   switch (num_rows) {
-    case 1: return {micro_kernel<Product, 1, 2>(), 2};
-    case 2: return {micro_kernel<Product, 2, 2>(), 2};
-    case 3: return {micro_kernel<Product, 3, 1>(), 1};
-    case 4: return {micro_kernel<Product, 4, 1>(), 1};
-    case 5: return {micro_kernel<Product, max_tile_rows<Product>() == 6 ? 5 : 4, 1>(), 1};
-    default: return {micro_kernel<Product, max_tile_rows<Product>(), 1>(), 1};
+    case 1: return {sum_products<Product, 1, 2>, 2};
+    case 2: return {sum_products<Product, 2, 2>, 2};
+    case 3: return {sum_products<Product, 3, 1>, 1};
+    case 4: return {sum_products<Product, 4, 1>, 1};
+    case 5: return {sum_products<Product, max_tile_rows<Product>() == 6 ? 5 : 4, 1>, 1};
+    default: return {sum_products<Product, max_tile_rows<Product>(), 1>, 1};
   }
 #else
-  if (num_rows == 1) return {micro_kernel<Product, 1, 1>(), 1};
-  return {micro_kernel<Product, 2, 1>(), 1};
+  if (num_rows == 1) return {sum_products<Product, 1, 1>, 1};
+  return {sum_products<Product, 2, 1>, 1};
 #endif
 }
 
@@ -185,13 +175,7 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
                        slice_lines * WIDTH,
                        sums + t * MAX_ROWS * PANEL_COLUMNS + b * BLOCK_COLUMNS,
                        line > 0,
-                       {next, chosen.num_blocks * LINE_BYTES / (num_tiles * WIDTH)},
-                       {}};
-        if (!Product::FLOATS) {
-          const int64_t groups = num_scales(call.weights.num_in), group = line / GROUP_LINES;
-          part.groups = {call.scales(begin + first, group * INT8_GROUP), groups,
-                         call.weights.column_sum + (panel_index * groups + group) * PANEL_COLUMNS + b * BLOCK_COLUMNS};
-        }
+                       {next, chosen.num_blocks * LINE_BYTES / (num_tiles * WIDTH)}};
         if (num_tiles == 1) part.prefetch.next = part.block + STREAM_AHEAD_BYTES;
         next += part.prefetch.bytes_per_line * part.lines;
         chosen.kernel(part);
@@ -239,56 +223,36 @@ void store_sums(void* tile) {
   }
 }
 
-// 64 bytes of k of all rows: 32 bf16 or 64 int8 values.
-template <bool INT8, bool TWO_HALVES>
+// 64 bytes of k of all rows: 32 bf16 values.
+template <bool TWO_HALVES>
 REMORA_INLINE void multiply_step(const uint8_t* rows, int64_t stride, const uint8_t* block, int64_t block_bytes) {
   __builtin_prefetch(block + STREAM_AHEAD_BYTES);
   __builtin_prefetch(block + block_bytes + STREAM_AHEAD_BYTES);
   tile_load<4>(rows, stride);
   tile_load<6>(block, 64);
   tile_load<7>(block + block_bytes, 64);
-  if (INT8) dot_int8<0, 4, 6>(), dot_int8<1, 4, 7>();
-  else dot_bf16<0, 4, 6>(), dot_bf16<1, 4, 7>();
+  dot_bf16<0, 4, 6>(), dot_bf16<1, 4, 7>();
   if (TWO_HALVES) {
     tile_load<5>(rows + 16 * stride, stride);
-    if (INT8) dot_int8<2, 5, 6>(), dot_int8<3, 5, 7>();
-    else dot_bf16<2, 5, 6>(), dot_bf16<3, 5, 7>();
+    dot_bf16<2, 5, 6>(), dot_bf16<3, 5, 7>();
   }
 }
 
 template <bool TWO_HALVES>
-void multiply_bf16(const Call& call, int64_t first, int64_t, const uint8_t* block, int64_t block_bytes, float* tile) {
+void multiply_tile(const Call& call, int64_t first, const uint8_t* block, int64_t block_bytes, float* tile) {
   clear_sums<TWO_HALVES>();
   const uint8_t* rows = call.row(first);
   for (int64_t at = 0; at < block_bytes; at += 1024, rows += 64)
-    multiply_step<false, TWO_HALVES>(rows, call.activations.stride, block + at, block_bytes);
+    multiply_step<TWO_HALVES>(rows, call.activations.stride, block + at, block_bytes);
   store_sums<TWO_HALVES>(tile);
 }
 
-// One step is one group of activations: its sums are exact integers, which then meet the group's scales.
-template <bool TWO_HALVES>
-void multiply_int8(const Call& call, int64_t first, int64_t count, const uint8_t* block, int64_t block_bytes,
-                   float* tile) {
-  static_assert(INT8_GROUP == 64, "a step of the tiles is a group");
-  alignas(64) int32_t sums[32 * PANEL_COLUMNS];
-  const uint8_t* rows = call.row(first);
-  for (int64_t at = 0; at < block_bytes; at += 1024, rows += 64) {
-    clear_sums<TWO_HALVES>();
-    multiply_step<true, TWO_HALVES>(rows, call.activations.stride, block + at, block_bytes);
-    store_sums<TWO_HALVES>(sums);
-    for (int64_t r = 0; r < count; ++r) {
-      const vfloat scale = splat(*call.scales(first + r, at / 1024 * INT8_GROUP));
-      for (int64_t i = r * PANEL_COLUMNS; i < (r + 1) * PANEL_COLUMNS; i += LANES) {
-        const vfloat before = at == 0 ? vfloat{} : load(tile + i);
-        store(tile + i, fma(__builtin_convertvector(load_as<vint>(sums + i), vfloat), scale, before));
-      }
-    }
-  }
-}
-
-template <bool INT8>
-void linear_tiles(const Call& call, Range panels) {
+// Weights of integers are widened to bf16 a panel at a time.
+void linear_tiles(Team& team, const Call& call, Range panels) {
   const PackedLinear& weights = call.weights;
+  const bool widens = is_quantised(weights.dtype);
+  const int64_t panel_bytes = PANEL_COLUMNS * weights.padded_in * 2;
+  uint8_t* wide = widens ? static_cast<uint8_t*>(team.scratch(static_cast<size_t>(panel_bytes))) : nullptr;
   const int64_t resident = RESIDENT_BYTES / call.activations.stride / 32 * 32;
   const int64_t block_rows = resident < 32 ? 32 : resident;
   // Up to 32 rows, tiles are as high as the rows there are; beyond, the last tile computes spare rows.
@@ -299,17 +263,16 @@ void linear_tiles(const Call& call, Range panels) {
   for (const int tile : {2, 3, 5}) config.set(tile, static_cast<int>(high), 64);
   for (const int tile : {6, 7}) config.set(tile, 16, 64);
   tile_configure(config);
-  constexpr auto low_tiles = INT8 ? multiply_int8<false> : multiply_bf16<false>;
-  constexpr auto high_tiles = INT8 ? multiply_int8<true> : multiply_bf16<true>;
   alignas(64) float tile[32 * PANEL_COLUMNS];
   for (int64_t begin = 0; begin < call.num_rows; begin += block_rows) {
     const int64_t end = call.num_rows - begin < block_rows ? call.num_rows : begin + block_rows;
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      const uint8_t* block = weights.data + panel * weights.panel_bytes();
+      const uint8_t* block = widens ? wide : weights.data + panel * panel_bytes;
+      if (widens) widen_panel(weights, panel, wide);
       for (int64_t first = begin; first < end; first += 32) {
         const int64_t count = end - first < 32 ? end - first : 32;
-        if (count <= 16) low_tiles(call, first, count, block, weights.panel_bytes() / 2, tile);
-        else high_tiles(call, first, count, block, weights.panel_bytes() / 2, tile);
+        if (count <= 16) multiply_tile<false>(call, first, block, panel_bytes / 2, tile);
+        else multiply_tile<true>(call, first, block, panel_bytes / 2, tile);
         finish_tile(call, first, count, panel, tile);
       }
     }
@@ -330,7 +293,7 @@ void encode_row(Dtype weights, const float* x, int64_t num_in, const Activations
   const int64_t bytes = encoded_bytes(encoding);
   uint8_t* out = activations.data + row * activations.stride;
   const int64_t whole = round_up(num_in, LANES);
-  if (weights == Dtype::int8) encode_int8(encoding, x, num_in, out, activations.scale + row * num_scales(num_in));
+  if (encoding == Encoding::int16) encode_int16(x, num_in, out, activations.scale + row * num_scales(num_in));
   else for_each_vector(x, num_in, [&](int64_t k, vfloat v) { store_encoded(encoding, out, k, v); });
   // Zero weights stand beyond num_in: any finite activation will do, and stale bytes may not be finite.
   if (whole * bytes < activations.stride)
@@ -344,19 +307,17 @@ void linear(Team& team, const PackedLinear& weights, const Activations& activati
   if (num_rows == 0 || panels.begin == panels.end) return;
   if (weights.dtype == Dtype::fp32) return linear_vectors<ProductFp32>(team, call, panels);
 #if REMORA_TILES
-  if (weights.dtype == Dtype::bf16) return linear_tiles<false>(call, panels);
-  return linear_tiles<true>(call, panels);
+  return linear_tiles(team, call, panels);
 #else
+  if (is_quantised(weights.dtype)) return linear_grouped(weights, activations, num_rows, output, panels);
 #if REMORA_DPBF16
-  if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Pairs>(team, call, panels);
+  return linear_vectors<ProductBf16Pairs>(team, call, panels);
 #else
 #if REMORA_VECTOR_BYTES == 32
-  if (weights.dtype == Dtype::bf16 && num_rows >= WIDENED_ROWS)
-    return linear_vectors<ProductBf16Widened>(team, call, panels);
+  if (num_rows >= WIDENED_ROWS) return linear_vectors<ProductBf16Widened>(team, call, panels);
 #endif
-  if (weights.dtype == Dtype::bf16) return linear_vectors<ProductBf16Wide>(team, call, panels);
+  return linear_vectors<ProductBf16Wide>(team, call, panels);
 #endif
-  return linear_vectors<ProductInt8>(team, call, panels);
 #endif
 }
 

@@ -16,16 +16,19 @@ namespace remora {
 struct Activations {
   uint8_t* data;
   int64_t stride;  // bytes
-  float* scale;    // [rows][num_scales(num_in)], int8 only
+  float* scale;    // [rows][num_scales(num_in)], only where weights are int8 or int4
 };
 constexpr int64_t ACTIVATION_SPARE_ROWS = 32;
+
+// Floats beside a row of int16: scale and scaled sum of each group.
+inline int64_t num_scales(int64_t num_in) { return 2 * num_groups(num_in); }
 
 struct LinearOutput {
   enum class Kind {
     store,         // out[row][column] = y + bias
     add,           // out[row][column] += y + bias
     silu_store,    // out[row][unit] = SiLU(gate) * up, for weights packed in ColumnOrder::gate_up
-    silu_encoded,  // the same into `encoded`; not for int8, whose scales need more columns than a panel has
+    silu_encoded,  // the same into `encoded`; not for int8 and int4, whose groups need more columns than a panel has
   } kind;
   float* out;
   int64_t stride;  // floats
@@ -39,8 +42,8 @@ namespace REMORA_LEVEL {
 // Bytes from row to row: an odd number of cache lines, so that the rows of a tile do not share cache sets.
 int64_t activation_stride(Dtype weights, int64_t num_in);
 
-// Writes row `row` of `activations`: fp32 as it is, rounded to bf16, or as symmetric int8 with a scale for every
-// INT8_GROUP values. A group with a NaN or an infinity gets the scale NaN. Columns up to the padded width become zero.
+// Writes row `row` of `activations`: fp32 as it is, rounded to bf16, or as encode_int16 has it (linear_grouped.h).
+// Columns up to the padded width become zero.
 void encode_row(Dtype weights, const float* x, int64_t num_in, const Activations& activations, int64_t row);
 
 // Computes this rank's panels for rows [0, num_rows). All activations must be visible (barrier before).

@@ -1,7 +1,7 @@
 // The inner loops of linear.cpp on vectors: MR rows against NB blocks of 16 columns, all of k, accumulators in
 // registers.
 //
-// One line of a block is 64 bytes: its 16 columns at one k (fp32), two (bf16) or four (int8). A Product says how a line
+// One line of a block is 64 bytes: its 16 columns at one k (fp32), or two (bf16). A Product says how a line
 // meets an activation row, in one part or, where the weights must be widened first, in two.
 #pragma once
 #include "packing.h"
@@ -18,15 +18,6 @@ struct Prefetch {
   int64_t bytes_per_line;
 };
 
-// What int8 products need besides: the scale of row r in group g is scales[r * stride + g], and with unsigned activations
-// what is too much in the sums of group g is 128 * column_sum[g * PANEL_COLUMNS + column].
-struct GroupScales {
-  const float* scales;
-  int64_t stride;
-  const int32_t* column_sum;
-};
-constexpr int64_t GROUP_LINES = INT8_GROUP / 4;
-
 // One call: `lines` lines of a row tile and a block. `resume` goes on from the sums that stand in `tile`.
 struct MicroTile {
   const uint8_t* activations;
@@ -36,7 +27,6 @@ struct MicroTile {
   float* tile;
   bool resume;
   Prefetch prefetch;
-  GroupScales groups;
 };
 
 #define REMORA_LAMBDA __attribute__((always_inline))
@@ -85,7 +75,6 @@ REMORA_INLINE int32_t int_at(const uint8_t* p) {
 struct ProductFp32 {
   using Accumulator = vfloat;
   using Operand = vfloat;
-  static constexpr bool FLOATS = true;
   static constexpr int PARTS = 1;
   REMORA_INLINE vfloat weights(const uint8_t* line, int) { return load_as<vfloat>(line); }
   REMORA_INLINE vfloat activation(const uint8_t* x) { return splat(float_at(x)); }
@@ -121,7 +110,6 @@ REMORA_INLINE void widen_lines(const uint8_t* lines, int64_t num_lines, float* o
 struct ProductBf16Pairs {
   using Accumulator = vfloat;
   using Operand = vint;
-  static constexpr bool FLOATS = true;
   static constexpr int PARTS = 1;
   REMORA_INLINE vint weights(const uint8_t* line, int) { return load_as<vint>(line); }
   REMORA_INLINE vint activation(const uint8_t* x) { return splat_int(int_at(x)); }
@@ -131,50 +119,6 @@ struct ProductBf16Pairs {
     return fma((vfloat)((vuint)a & 0xffff0000u), (vfloat)((vuint)b & 0xffff0000u), acc);
 #else
     return (vfloat)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
-#endif
-  }
-};
-#endif
-
-#if REMORA_VNNI
-// Unsigned activations (value + 128) against signed weights; the surplus 128 * column_sum is taken off beforehand.
-struct ProductInt8 {
-  using Accumulator = vint;
-  using Operand = vint;
-  static constexpr bool FLOATS = false, UNSIGNED = true;
-  static constexpr int PARTS = 1;
-  REMORA_INLINE vint weights(const uint8_t* line, int) { return load_as<vint>(line); }
-  REMORA_INLINE vint activation(const uint8_t* x) { return splat_int(int_at(x)); }
-  REMORA_INLINE vint multiply_add(vint a, vint b, vint acc) {
-#if REMORA_EMULATE
-    for (int i = 0; i < 4; ++i) acc += ((a >> (8 * i)) & 255) * ((b << (24 - 8 * i)) >> 24);
-    return acc;
-#else
-    return (vint)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#endif
-  }
-};
-#else
-// Activations as int16 in the order k0 k2 k1 k3, so that shifts suffice to widen the weights; products of neighbouring
-// 16-bit values are summed.
-struct ProductInt8 {
-  using Accumulator = vint;
-  using Operand = vshort;
-  static constexpr bool FLOATS = false, UNSIGNED = false;
-  static constexpr int PARTS = 2;
-  REMORA_INLINE vshort weights(const uint8_t* line, int part) {
-    const vshort raw = load_as<vshort>(line);
-    return part == 0 ? (raw << 8) >> 8 : raw >> 8;
-  }
-  REMORA_INLINE vshort activation(const uint8_t* x) { return (vshort)splat_int(int_at(x)); }
-  REMORA_INLINE vint multiply_add(vshort a, vshort b, vint acc) {
-#if REMORA_VECTOR_BYTES == 32 && defined(__AVX2__)
-    return acc + (vint)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif REMORA_VECTOR_BYTES == 16 && defined(__SSE2__)
-    return acc + (vint)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-    const vint low = (((vint)a << 16) >> 16) * (((vint)b << 16) >> 16);
-    return acc + low + ((vint)a >> 16) * ((vint)b >> 16);
 #endif
   }
 };
@@ -217,7 +161,7 @@ REMORA_INLINE void add_lines(Accumulators& acc, RowPointers<MR>& rows, const uin
   }
 }
 
-// tile[r][column] for r < MR and 16 * NB columns, in rows of PANEL_COLUMNS. Products of floats.
+// tile[r][column] for r < MR and 16 * NB columns, in rows of PANEL_COLUMNS.
 template <class Product, int MR, int NB>
 void sum_products(const MicroTile& call) {
   constexpr int NV = NB * BLOCK_VECTORS;
@@ -233,40 +177,6 @@ void sum_products(const MicroTile& call) {
   repeat<MR * NV>([&](auto i) REMORA_LAMBDA {
     store(tile + i / NV * PANEL_COLUMNS + i % NV * LANES, acc[i / NV][i % NV]);
   });
-}
-
-// The same for products of integers: the sums of a group are exact, then meet the group's scales as floats.
-template <class Product, int MR, int NB>
-void sum_groups(const MicroTile& call) {
-  constexpr int NV = NB * BLOCK_VECTORS;
-  float* const tile = call.tile;
-  RowPointers<MR> rows(call.activations, call.stride);
-  Prefetch prefetch = call.prefetch;
-  const uint8_t* block = call.block;
-  GroupScales groups = call.groups;
-  for (int64_t line = 0; line < call.lines; line += GROUP_LINES) {
-    vint acc[MR][NV];
-    if constexpr (Product::UNSIGNED) {
-      repeat<NV>([&](auto v) REMORA_LAMBDA {
-        const vint surplus = load_as<vint>(groups.column_sum + v * LANES) * 128;
-        repeat<MR>([&](auto r) REMORA_LAMBDA { acc[r][v] = -surplus; });
-      });
-    } else {
-      repeat<MR * NV>([&](auto i) REMORA_LAMBDA { acc[i / NV][i % NV] = vint{}; });
-    }
-    add_lines<Product, MR, NB>(acc, rows, block, call.block_bytes, GROUP_LINES, prefetch);
-    const bool is_first = line == 0 && !call.resume;
-    repeat<MR>([&](auto r) REMORA_LAMBDA {
-      const vfloat scale = splat(groups.scales[r * groups.stride]);
-      repeat<NV>([&](auto v) REMORA_LAMBDA {
-        float* const target = tile + r * PANEL_COLUMNS + v * LANES;
-        const vfloat before = is_first ? vfloat{} : load(target);
-        store(target, fma(__builtin_convertvector(acc[r][v], vfloat), scale, before));
-      });
-    });
-    groups.scales += 1;
-    groups.column_sum += PANEL_COLUMNS;
-  }
 }
 
 }  // namespace remora::REMORA_LEVEL

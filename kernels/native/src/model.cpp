@@ -57,10 +57,12 @@ LinearSize down_of(const Shape& s) {
   return {s.hidden_size, s.intermediate_size, ColumnOrder::plain, s.mlp_bias != 0};
 }
 
+// An upper bound: where int4 was asked for, some layers may have to be int8.
 int64_t bytes_of(Dtype dtype, const LinearSize& size) {
+  if (dtype == Dtype::int4) dtype = Dtype::int8;
   return packed_bytes(dtype, size.num_out, size.num_in, size.order, size.bias);
 }
-PackedLinear reserve(WeightStore& store, Dtype dtype, const LinearSize& size) {
+PackedLinear reserve_linear(WeightStore& store, Dtype dtype, const LinearSize& size) {
   return reserve_linear(store, dtype, size.num_out, size.num_in, size.order, size.bias);
 }
 
@@ -79,22 +81,26 @@ Model::Model(const Shape& s) : shape(s), embed_dtype_(embed_dtype(s)) {
       shape.embeds_from_head() ? 0 : 1LL * shape.vocab_size * shape.hidden_size * dtype_bytes(embed_dtype_);
   store_ = std::make_unique<WeightStore>(layer_bytes * shape.num_layers + vector_bytes +
                                          bytes_of(shape.head_weights, head_size) + round_up(embed_bytes, 64));
+  // Layers of int8 or int4 are reserved when they are set: only then is it known which of both they are.
+  const auto reserve = [&](Dtype dtype, const LinearSize& size) {
+    return is_quantised(dtype) ? PackedLinear{} : reserve_linear(*store_, dtype, size);
+  };
   for (int32_t index = 0; index < shape.num_layers; ++index) {
     LayerWeights layer{};
     layer.input_norm = take_floats(*store_, shape.hidden_size);
-    layer.qkv = reserve(*store_, shape.weights, qkv_of(shape));
+    layer.qkv = reserve(shape.weights, qkv_of(shape));
     if (shape.qk_norm) {
       layer.q_norm = take_floats(*store_, shape.head_dim);
       layer.k_norm = take_floats(*store_, shape.head_dim);
     }
-    layer.o = reserve(*store_, shape.weights, o_of(shape));
+    layer.o = reserve(shape.weights, o_of(shape));
     layer.post_norm = take_floats(*store_, shape.hidden_size);
-    layer.gate_up = reserve(*store_, shape.weights, gate_up_of(shape));
-    layer.down = reserve(*store_, shape.weights, down_of(shape));
+    layer.gate_up = reserve(shape.weights, gate_up_of(shape));
+    layer.down = reserve(shape.weights, down_of(shape));
     layers.push_back(layer);
   }
   final_norm = take_floats(*store_, shape.hidden_size);
-  head = reserve(*store_, shape.head_weights, head_size);
+  head = reserve(shape.head_weights, head_size);
   if (embed_bytes > 0) embed_rows_ = store_->take(embed_bytes);
   set_.assign(NUM_KINDS * static_cast<size_t>(shape.num_layers), 0);
 }
@@ -112,9 +118,13 @@ bool Model::expects(WeightKind kind) const {
   }
 }
 
-void Model::set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer_index, const Source& source) {
+void Model::check_place(WeightKind kind, int32_t layer) const {
   require(kind >= WeightKind::embed && kind < WeightKind::count && expects(kind), "a weight that the shape has not");
-  require(!of_layer(kind) || (layer_index >= 0 && layer_index < shape.num_layers), "no such layer");
+  require(!of_layer(kind) || (layer >= 0 && layer < shape.num_layers), "no such layer");
+}
+
+void Model::set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer_index, const Source& source) {
+  check_place(kind, layer_index);
   const std::string name = name_of(kind, layer_index);
 
   auto expect = [&](int64_t rows, int64_t columns) {
@@ -127,6 +137,7 @@ void Model::set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer_index
     to_fp32(source, 0, count, target);
   };
   auto fill_linear = [&](const PackedLinear& packed, ColumnOrder order) {
+    require(packed.data != nullptr, "weight " + name + " must be given as int8 or int4");
     expect(packed.num_out, packed.num_in);
     struct Job {
       const PackedLinear& packed;
@@ -142,6 +153,7 @@ void Model::set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer_index
   };
   auto fill_bias = [&](const PackedLinear& packed, ColumnOrder order) {
     expect(1, packed.num_out);
+    require(packed.bias != nullptr, "weight " + name + " must follow the weight that it is added to");
     pack_bias(packed, order, source);
   };
 
@@ -175,6 +187,41 @@ void Model::set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer_index
     case WeightKind::down_bias: fill_bias(layer->down, ColumnOrder::plain); break;
     case WeightKind::count: break;
   }
+  seen(kind, layer_index) = true;
+}
+
+void Model::set_grouped(ThreadTeam& threads, WeightKind kind, int32_t layer_index, const GroupedSource& source) {
+  check_place(kind, layer_index);
+  const std::string name = name_of(kind, layer_index);
+  require(is_quantised(shape.weights) && is_quantised(source.dtype), "weight " + name + " cannot be int8 or int4");
+  LayerWeights* layer = of_layer(kind) ? &layers[static_cast<size_t>(layer_index)] : nullptr;
+  PackedLinear* packed;
+  LinearSize size;
+  switch (kind) {
+    case WeightKind::lm_head: packed = &head, size = {shape.vocab_size, shape.hidden_size, ColumnOrder::plain, false}; break;
+    case WeightKind::qkv: packed = &layer->qkv, size = qkv_of(shape); break;
+    case WeightKind::o: packed = &layer->o, size = o_of(shape); break;
+    case WeightKind::gate_up: packed = &layer->gate_up, size = gate_up_of(shape); break;
+    case WeightKind::down: packed = &layer->down, size = down_of(shape); break;
+    default: throw std::invalid_argument("weight " + name + " cannot be int8 or int4");
+  }
+  require(source.rows == size.num_out && source.columns == size.num_in,
+          "weight " + name + " has " + std::to_string(source.rows) + " x " + std::to_string(source.columns) +
+              " values, not " + std::to_string(size.num_out) + " x " + std::to_string(size.num_in));
+  require(packed->data == nullptr, "weight " + name + " is set twice");
+  *packed = reserve_linear(*store_, source.dtype, size);
+  if (source.minimums == nullptr) packed->minimum = nullptr;
+  struct Job {
+    const PackedLinear& packed;
+    ColumnOrder order;
+    const GroupedSource& source;
+  } job{*packed, size.order, source};
+  threads.run(
+      [](void* context, Team& team) {
+        const Job& work = *static_cast<Job*>(context);
+        pack_grouped(work.packed, work.order, work.source, team);
+      },
+      &job);
   seen(kind, layer_index) = true;
 }
 

@@ -25,6 +25,8 @@ class Model {
 
   // Packs a tensor on all threads; the caller may drop it afterwards. Throws std::invalid_argument.
   void set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer, const Source& source);
+  // The same for a linear layer of a model whose weights are int8 or int4; each layer may be either.
+  void set_grouped(ThreadTeam& threads, WeightKind kind, int32_t layer, const GroupedSource& source);
   // Throws std::invalid_argument naming the first weight that was never set.
   void check_complete();
   // cos and sin for positions [0, count), grown by doubling.
@@ -40,6 +42,7 @@ class Model {
 
  private:
   bool expects(WeightKind kind) const;
+  void check_place(WeightKind kind, int32_t layer) const;
   char& seen(WeightKind kind, int32_t layer);
 
   std::unique_ptr<WeightStore> store_;

@@ -2,7 +2,6 @@
 
 #include <sys/mman.h>
 
-#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -41,13 +40,6 @@ int64_t source_row(int64_t column, int64_t num_out, ColumnOrder order) {
   return column % PANEL_COLUMNS < BLOCK_COLUMNS ? unit : half + unit;
 }
 
-// Scale that maps the row onto -127..127; 0 for a row of zeros.
-float int8_scale(const float* row, int64_t count) {
-  float largest = 0.0f;
-  for (int64_t k = 0; k < count; ++k) largest = std::fmax(largest, std::fabs(row[k]));
-  return largest / 127.0f;
-}
-
 }  // namespace
 
 WeightStore::WeightStore(int64_t bytes) : bytes_(round_up(bytes, HUGE_PAGE_BYTES)) {
@@ -77,9 +69,9 @@ uint8_t* WeightStore::take(int64_t bytes) {
 
 int64_t packed_bytes(Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order, bool bias) {
   const int64_t columns = padded_columns(num_out, order);
-  const int64_t vectors = (dtype == Dtype::int8 ? 1 + num_scales(num_in) : 0) + (bias ? 1 : 0);
-  return round_up(columns * round_up(num_in, k_unit(dtype)) * dtype_bytes(dtype), 64) +
-         vectors * round_up(columns * 4, 64);
+  const int64_t group_bytes = is_quantised(dtype) ? 2 * round_up(columns * num_groups(num_in) * 2, 64) : 0;
+  return round_up(columns * round_up(num_in, k_unit(dtype)) * dtype_bits(dtype) / 8, 64) + group_bytes +
+         (bias ? round_up(columns * 4, 64) : 0);
 }
 
 PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order,
@@ -91,9 +83,10 @@ PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, in
   packed.padded_out = padded_columns(num_out, order);
   packed.padded_in = round_up(num_in, k_unit(dtype));
   packed.data = store.take(packed.data_bytes());
-  if (dtype == Dtype::int8) {
-    packed.scale = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
-    packed.column_sum = reinterpret_cast<int32_t*>(store.take(packed.padded_out * num_scales(num_in) * 4));
+  if (is_quantised(dtype)) {
+    const int64_t bytes = packed.padded_out * num_groups(num_in) * 2;
+    packed.scale = reinterpret_cast<uint16_t*>(store.take(bytes));
+    packed.minimum = reinterpret_cast<uint16_t*>(store.take(bytes));
   }
   if (bias) packed.bias = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
   return packed;
@@ -137,20 +130,36 @@ void pack_linear(const PackedLinear& packed, ColumnOrder order, const Source& we
     if (packed.dtype == Dtype::fp32) {
       auto* out = reinterpret_cast<float*>(block);
       for (int64_t k = 0; k < packed.padded_in; ++k) out[place(k)] = row[static_cast<size_t>(k)];
-    } else if (packed.dtype == Dtype::bf16) {
+    } else {
       auto* out = reinterpret_cast<uint16_t*>(block);
       for (int64_t k = 0; k < packed.padded_in; ++k) out[place(k)] = to_bf16(row[static_cast<size_t>(k)]);
-    } else {
-      const float scale = int8_scale(row.data(), packed.num_in), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-      auto* out = reinterpret_cast<int8_t*>(block);
-      int32_t* sums = packed.column_sum + column / PANEL_COLUMNS * PANEL_COLUMNS * num_scales(packed.num_in);
-      for (int64_t k = 0; k < packed.padded_in; ++k) {
-        const auto value = static_cast<int8_t>(std::nearbyint(row[static_cast<size_t>(k)] * inverse));
-        out[place(k)] = value;
-        int32_t& sum = sums[k / INT8_GROUP * PANEL_COLUMNS + column % PANEL_COLUMNS];
-        sum = (k % INT8_GROUP == 0 ? 0 : sum) + value;
+    }
+  }
+}
+
+void pack_grouped(const PackedLinear& packed, ColumnOrder order, const GroupedSource& weights, const Team& team) {
+  const int64_t bits = dtype_bits(packed.dtype), per_cell = 32 / bits, groups = num_groups(packed.num_in);
+  const int64_t block_bytes = BLOCK_COLUMNS * packed.padded_in * bits / 8;
+  const Range columns = team.share(packed.padded_out, PANEL_COLUMNS);
+  for (int64_t column = columns.begin; column < columns.end; ++column) {
+    const int64_t from = source_row(column, packed.num_out, order);
+    const int8_t* codes = from < 0 ? nullptr : weights.codes + from * packed.num_in;
+    auto* cells = reinterpret_cast<uint32_t*>(packed.data + column / BLOCK_COLUMNS * block_bytes) + column % BLOCK_COLUMNS;
+    for (int64_t cell = 0; cell < packed.padded_in / per_cell; ++cell) {
+      uint32_t value = 0;
+      for (int64_t i = 0; i < per_cell && from >= 0; ++i) {
+        const int64_t k = cell * per_cell + i;
+        const uint32_t code = k < packed.num_in ? static_cast<uint32_t>(codes[k]) & ((1u << bits) - 1) : 0;
+        value |= code << (bits * (i / 2) + 16 * (i % 2));
       }
-      packed.scale[column] = scale;
+      cells[cell * BLOCK_COLUMNS] = value;
+    }
+    const int64_t place = column / PANEL_COLUMNS * PANEL_COLUMNS * groups + column % PANEL_COLUMNS;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t at = place + group * PANEL_COLUMNS;
+      packed.scale[at] = from < 0 ? 0 : weights.scales[from * groups + group];
+      if (packed.minimum != nullptr)
+        packed.minimum[at] = from < 0 || weights.minimums == nullptr ? 0 : weights.minimums[from * groups + group];
     }
   }
 }
@@ -172,8 +181,7 @@ void unpack_row(const PackedLinear& packed, int64_t index, float* out) {
   for (int64_t k = 0; k < packed.num_in; ++k) {
     const int64_t place = (k / k_group * BLOCK_COLUMNS + lane) * k_group + k % k_group;
     if (packed.dtype == Dtype::fp32) out[k] = reinterpret_cast<const float*>(block)[place];
-    else if (packed.dtype == Dtype::bf16) out[k] = from_bf16(reinterpret_cast<const uint16_t*>(block)[place]);
-    else out[k] = static_cast<float>(reinterpret_cast<const int8_t*>(block)[place]) * packed.scale[index];
+    else out[k] = from_bf16(reinterpret_cast<const uint16_t*>(block)[place]);
   }
 }
 

@@ -2,7 +2,11 @@
 //
 // Output columns come in panels of 32, two blocks of 16. Inside a block, k ascends:
 //   fp32  [block][k][16]            bf16  [block][k / 2][16][2]            int8  [block][k / 4][16][4]
-// The bf16 and int8 orders are those of AMX tiles (16 rows of 64 bytes), of VDPBF16PS and of VPDPBUSD alike.
+//   int4  [block][k / 8][16][4 bytes]
+// The bf16 order is that of AMX tiles (16 rows of 64 bytes) and of VDPBF16PS. Four int8 of a column stand in the order
+// k0 k2 k1 k3, eight int4 as nibble p of the lower 16 bits for k 2p and of the upper ones for k 2p + 1: shifts of 16-bit
+// lanes then give neighbouring inputs as pairs. int8 and int4 have a scale, and maybe a minimum, for every column and
+// INPUT_GROUP inputs: weight = code * scale + minimum, with codes -128..127 or 0..15.
 // N is padded to whole panels and K to K_UNIT values with zeros.
 #pragma once
 #include "remora.h"
@@ -14,31 +18,40 @@ constexpr int64_t BLOCK_COLUMNS = 16, PANEL_COLUMNS = 32;
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-inline int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::bf16 ? 2 : 1; }
-inline int64_t k_unit(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::bf16 ? 32 : 64; }
+inline int64_t dtype_bits(Dtype dtype) {
+  return dtype == Dtype::fp32 ? 32 : dtype == Dtype::bf16 ? 16 : dtype == Dtype::int8 ? 8 : 4;
+}
+inline int64_t dtype_bytes(Dtype dtype) { return dtype_bits(dtype) / 8; }  // not for int4
+inline int64_t k_unit(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 32; }
 
-// Inputs that share a scale when activations are int8. One scale for a whole row costs SmolLM2 its accuracy: a few large
-// values leave the others two or three bits (docs/benchmarks.md).
-constexpr int64_t INT8_GROUP = 64;
-inline int64_t num_scales(int64_t num_in) { return round_up(num_in, INT8_GROUP) / INT8_GROUP; }
+// Inputs that share a scale where weights are int8 or int4: a block of GGUF's Q8_0, Q4_0 and Q4_1.
+constexpr int64_t INPUT_GROUP = 32;
+inline int64_t num_groups(int64_t num_in) { return round_up(num_in, INPUT_GROUP) / INPUT_GROUP; }
 
 struct PackedLinear {
   Dtype dtype = Dtype::bf16;
   int64_t num_out = 0, num_in = 0;        // as in the model
   int64_t padded_out = 0, padded_in = 0;  // as packed
   uint8_t* data = nullptr;                // 64-byte aligned
-  float* scale = nullptr;                 // [padded_out], int8 only: value = integer * scale
-  // int8 only: sums over the k of a group, for levels with unsigned activations: [panel][num_scales(num_in)][32].
-  int32_t* column_sum = nullptr;
+  // fp16, int8 and int4 only: [panel][num_groups(num_in)][32]. No minimum: all are 0.
+  uint16_t *scale = nullptr, *minimum = nullptr;
   float* bias = nullptr;                  // [padded_out] or null
 
-  int64_t panel_bytes() const { return PANEL_COLUMNS * padded_in * dtype_bytes(dtype); }
-  int64_t data_bytes() const { return padded_out * padded_in * dtype_bytes(dtype); }
+  int64_t panel_bytes() const { return PANEL_COLUMNS * padded_in * dtype_bits(dtype) / 8; }
+  int64_t data_bytes() const { return padded_out * padded_in * dtype_bits(dtype) / 8; }
 };
 
 // A matrix as the caller holds it: row-major [rows, columns] of fp32 or bf16.
 struct Source {
   const void* data;
+  Dtype dtype;
+  int64_t rows, columns;
+};
+
+// int8 or int4 weights as the caller holds them: a byte for each code, fp16 for each group of a row.
+struct GroupedSource {
+  const int8_t* codes;                // [rows][columns]
+  const uint16_t *scales, *minimums;  // [rows][num_groups(columns)]; minimums may be null
   Dtype dtype;
   int64_t rows, columns;
 };
@@ -69,8 +82,9 @@ int64_t packed_bytes(Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder o
 PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order,
                             bool bias);
 
-// Fills this rank's share of the panels. int8 weights are symmetric per output column.
+// Fills this rank's share of the panels.
 void pack_linear(const PackedLinear& packed, ColumnOrder order, const Source& weights, const Team& team);
+void pack_grouped(const PackedLinear& packed, ColumnOrder order, const GroupedSource& weights, const Team& team);
 void pack_bias(const PackedLinear& packed, ColumnOrder order, const Source& bias);
 
 // Row `index` of the [num_out, num_in] matrix back as fp32 (the embedding of a tied head; plain order only).

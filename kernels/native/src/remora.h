@@ -12,7 +12,7 @@ namespace remora {
 
 constexpr int ATTENTION_CHUNK = 512;  // positions; a multiple of every block_tokens in use
 
-enum class Dtype : int32_t { fp32 = 0, bf16 = 1, int8 = 2 };
+enum class Dtype : int32_t { fp32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
 // One step, as filled by kernels/batch.py. Names and meaning as there.
 struct Step {
@@ -23,16 +23,34 @@ struct Step {
   const int32_t* block_table;  // [S, table_stride]
   const int32_t* logit_rows;   // [R]
   int32_t num_tokens, num_sequences, num_logit_rows, table_stride;
+  uint8_t* not_finite;  // [S], set to 1 where K or V of the step has a value that its precision cannot hold; may be null
 };
 
 // Arena of one geometry. Block i starts at data + i * block_bytes; inside it
-// [layer][K|V][kv_head][token][dim] of kv_dtype, without gaps.
+// [layer][K|V][kv_head][token][dim] of k_dtype or v_dtype, without gaps. A head of int8 or int4 is followed by its
+// scales [token][kv_scales] in bf16 (quantise.h).
 struct Arena {
   uint8_t* data;
   int64_t data_bytes, block_bytes;
   int32_t num_layers, num_kv_heads, head_dim, block_tokens;
-  Dtype kv_dtype;
+  Dtype k_dtype, v_dtype;
 };
+
+// One row of head_dim values of K or V: bytes of its values, and how many scales it has.
+constexpr int32_t KV_INT4_GROUP = 32;
+inline bool is_quantised(Dtype dtype) { return dtype == Dtype::int8 || dtype == Dtype::int4; }
+inline int64_t kv_row_bytes(Dtype dtype, int64_t head_dim) {
+  return dtype == Dtype::fp32 ? 4 * head_dim : dtype == Dtype::bf16 ? 2 * head_dim : dtype == Dtype::int8 ? head_dim : head_dim / 2;
+}
+inline int64_t kv_scales(Dtype dtype, int64_t head_dim) {
+  return dtype == Dtype::int8 ? 1 : dtype == Dtype::int4 ? (head_dim + KV_INT4_GROUP - 1) / KV_INT4_GROUP : 0;
+}
+inline int64_t kv_head_bytes(const Arena& arena, Dtype dtype) {
+  return arena.block_tokens * (kv_row_bytes(dtype, arena.head_dim) + 2 * kv_scales(dtype, arena.head_dim));
+}
+inline int64_t kv_layer_bytes(const Arena& arena) {
+  return arena.num_kv_heads * (kv_head_bytes(arena, arena.k_dtype) + kv_head_bytes(arena, arena.v_dtype));
+}
 
 struct Team;  // threads.h: the threads of one step; team.barrier(), team.rank, team.size, team.scratch()
 

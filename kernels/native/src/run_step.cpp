@@ -97,7 +97,7 @@ class StepRun {
     const int64_t inner_size = shape_.intermediate_size;
     const Activations input = first(shape_.weights, shape_.hidden_size), inner = second(shape_.weights, inner_size);
     norm_rows(layer.post_norm);
-    if (shape_.weights == Dtype::int8) {
+    if (is_quantised(shape_.weights)) {
       float* values = work_.inner;
       apply(layer.gate_up, input, LinearOutput::Kind::silu_store, values, inner_size);
       encode_rows(values, inner_size, inner);

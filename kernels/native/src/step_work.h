@@ -16,8 +16,8 @@ struct Shape {
   int64_t query_size() const { return static_cast<int64_t>(num_heads) * head_dim; }
   int64_t kv_size() const { return static_cast<int64_t>(num_kv_heads) * head_dim; }
   int64_t qkv_size() const { return query_size() + 2 * kv_size(); }
-  // The embedding of a tied model is read from the packed head, unless int8 made the head coarser.
-  bool embeds_from_head() const { return tied_head != 0 && head_weights != Dtype::int8; }
+  // The embedding of a tied model is read from the packed head.
+  bool embeds_from_head() const { return tied_head != 0; }
 };
 
 struct LayerWeights {
@@ -46,7 +46,7 @@ struct StepWork {
   const float *rope_cos, *rope_sin;  // [position][head_dim / 2]
 
   float* hidden;                       // [T][hidden_size] the residual stream
-  float *qkv, *attended, *inner;       // [T][qkv_size], [T][query_size], [T][intermediate_size] (int8 only)
+  float *qkv, *attended, *inner;       // [T][qkv_size], [T][query_size], [T][intermediate_size] (int8 and int4 only)
   float* row_values;                   // [rank][row_stride] one normed row
   int64_t row_stride;                  // floats
   uint8_t *first, *second;             // activations as the linear layers read them

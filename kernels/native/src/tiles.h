@@ -2,7 +2,7 @@
 // machines without AMX.
 //
 // A tile has up to 16 rows of 64 bytes. dot_bf16<C, A, B>: C[m][n] += sum over pairs p of A[m][2p] * B[p][2n] +
-// A[m][2p + 1] * B[p][2n + 1]; dot_int8 the same with groups of four.
+// A[m][2p + 1] * B[p][2n + 1].
 #pragma once
 #include "simd.h"
 
@@ -67,19 +67,6 @@ REMORA_INLINE void dot_bf16() {
     }
   }
 }
-template <int C, int A, int B>
-REMORA_INLINE void dot_int8() {
-  const TileConfig& config = emulated_tiles.config;
-  for (int m = 0; m < config.rows[C]; ++m) {
-    int32_t* c = reinterpret_cast<int32_t*>(emulated_tiles.data[C][m]);
-    const int8_t* a = reinterpret_cast<const int8_t*>(emulated_tiles.data[A][m]);
-    for (int group = 0; group < config.rows[B]; ++group) {
-      const int8_t* b = reinterpret_cast<const int8_t*>(emulated_tiles.data[B][group]);
-      for (int n = 0; n < config.row_bytes[C] / 4; ++n)
-        for (int i = 0; i < 4; ++i) c[n] += a[4 * group + i] * b[4 * n + i];
-    }
-  }
-}
 
 #else
 
@@ -104,10 +91,6 @@ REMORA_INLINE void tile_store(void* base, int64_t stride) {
 template <int C, int A, int B>
 REMORA_INLINE void dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(B), "i"(A), "i"(C));
-}
-template <int C, int A, int B>
-REMORA_INLINE void dot_int8() {
-  asm volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(B), "i"(A), "i"(C));
 }
 
 #endif

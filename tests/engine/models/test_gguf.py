@@ -14,11 +14,14 @@ from model_support import Runner, byte_tokenizer, plain_logits, random_prompt, s
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from remora.deployments.models.canonical_weights import CanonicalWeights
+from remora.deployments.models.gguf_config import gguf_spec
 from remora.deployments.models.gguf_file import GGUFFile
 from remora.deployments.models.gguf_tokenizer import gguf_chat_tokenizer
 from remora.deployments.models.gguf_weights import GGUFSource
 from remora.deployments.models.load import load_model
 from remora.deployments.models.weight_map import GGUF, HUGGING_FACE
+from remora.kernels.grouped import GroupedTensor
 from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import ModelError
 
@@ -157,6 +160,33 @@ def test_every_type_is_dequantised_as_by_gguf(kind: str, tmp_path: Path, monkeyp
     assert np.array_equal(got.numpy(), gguf.quants.dequantize(stored, wanted_type).reshape(6, 96))
     assert np.abs(got.numpy() - values).max() < 0.5
     assert torch.equal(source.read("t", torch.bfloat16), got.to(torch.bfloat16))
+    grouped = source.read_grouped("t")
+    assert (grouped is not None) == (kind in ("Q4_0", "Q4_1", "Q8_0"))
+    assert source.grouped_precision("t") == (grouped.precision if grouped else None)
+    if grouped is not None:
+        assert grouped.precision == ("int8" if kind == "Q8_0" else "int4")
+        # Q4_0's codes are counted from 0 and its minimum is -8 scales, which rounds once more.
+        assert torch.allclose(grouped.to_fp32(), got, rtol=0, atol=1e-6 if kind == "Q4_0" else 0)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_of_integers_are_those_of_the_file_whatever_was_asked_for(weights: str, smollm2_path: Path) -> None:
+    file = GGUFFile(smollm2_path)
+    source = GGUFSource(file)
+    exact, plain = (
+        CanonicalWeights(gguf_spec("m", file, weights=precision, max_model_len=None), source)  # type: ignore[arg-type]
+        for precision in (weights, "fp32")
+    )
+    assert exact.num_exact() == 4 * 30 + 1
+    for name in ("layers.7.qkv", "layers.29.gate_up", "layers.0.down"):
+        weight = exact[name]
+        assert isinstance(weight, GroupedTensor)
+        assert weight.precision == "int4", "Q4_1 fits into four bits"
+        assert torch.equal(weight.to_fp32(), plain[name])
+    head = exact["lm_head"]
+    assert isinstance(head, GroupedTensor)
+    assert head.precision == "int8", "Q8_0 would lose four"
+    assert torch.equal(head.to_fp32(), plain["embed"])
 
 
 def test_the_reader_agrees_with_ggufs_own(smollm2_path: Path) -> None:

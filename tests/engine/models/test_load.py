@@ -178,7 +178,10 @@ def test_fingerprints_are_equal_exactly_when_kv_is_interchangeable(tmp_path: Pat
         load(folders["eps"]),
         load(folders["a"], weights="bf16"),
         load(folders["a"], weights="int8"),
+        load(folders["a"], weights="int4"),
         load(folders["a"], kv_precision="bf16"),
+        load(folders["a"], kv_precision="int8"),
+        load(folders["a"], kv_precision={"k": "int8", "v": "int4"}),
         load_model(config(folders["a"], weights="fp32", kv_precision="fp32"), block_tokens=32, num_threads=2),
     ]
     fingerprints = {first.fingerprint, *(loaded.fingerprint for loaded in different)}

@@ -1,0 +1,167 @@
+#include "linear_grouped.h"
+
+#include "encodings.h"
+#include "micro_grouped.h"
+#include "simd.h"
+
+namespace remora::REMORA_LEVEL {
+namespace {
+
+#if REMORA_VECTOR_BYTES == 64
+constexpr int64_t MAX_ROWS = 12, RESIDENT_BYTES = 512 << 10;
+#elif REMORA_VECTOR_BYTES == 32
+constexpr int64_t MAX_ROWS = 6, RESIDENT_BYTES = 256 << 10;
+#else
+constexpr int64_t MAX_ROWS = 2, RESIDENT_BYTES = 256 << 10;
+#endif
+constexpr int64_t STREAM_AHEAD_BYTES = 4096;
+
+struct Kernel {
+  void (*run)(const GroupedTile&);
+  int num_blocks;  // 2: the whole panel in one call
+};
+
+// For this many rows, or for the next larger number that has a kernel: it computes spare rows.
+template <class Product>
+Kernel kernel_for(int64_t num_rows) {
+#if REMORA_VECTOR_BYTES == 64
+  if (num_rows == 1) return {sum_grouped<Product, 1, 2>, 2};
+  if (num_rows == 2) return {sum_grouped<Product, 2, 2>, 2};
+  if (num_rows <= 4) return {sum_grouped<Product, 4, 2>, 2};
+  if (num_rows <= 8) return {sum_grouped<Product, 8, 2>, 2};
+  return {sum_grouped<Product, 12, 2>, 2};
+#elif REMORA_VECTOR_BYTES == 32
+  switch (num_rows) {
+    case 1: return {sum_grouped<Product, 1, 2>, 2};
+    case 2: return {sum_grouped<Product, 2, 2>, 2};
+    case 3: return {sum_grouped<Product, 3, 1>, 1};
+    case 4: return {sum_grouped<Product, 4, 1>, 1};
+    default: return {sum_grouped<Product, 6, 1>, 1};
+  }
+#else
+  if (num_rows == 1) return {sum_grouped<Product, 1, 1>, 1};
+  return {sum_grouped<Product, 2, 1>, 1};
+#endif
+}
+
+// Bias, SiLU and what the call wants done with the sums of one row of a panel.
+void finish_row(const PackedLinear& weights, const LinearOutput& output, int64_t row, int64_t panel, float* values) {
+  const int64_t first = panel * PANEL_COLUMNS;
+  if (weights.bias != nullptr)
+    for (int i = 0; i < PANEL_COLUMNS; i += LANES) store(values + i, load(values + i) + load(weights.bias + first + i));
+  int64_t place = first, end = weights.num_out, width = PANEL_COLUMNS;
+  if (output.kind == LinearOutput::Kind::silu_store) {
+    place = panel * BLOCK_COLUMNS, end = weights.num_out / 2, width = BLOCK_COLUMNS;
+    for (int i = 0; i < BLOCK_COLUMNS; i += LANES) {
+      const vfloat gate = load(values + i), up = load(values + BLOCK_COLUMNS + i);
+      store(values + i, gate / (splat(1.0f) + exp(-gate)) * up);
+    }
+  }
+  float* out = output.out + row * output.stride + place;
+  const int64_t count = end - place < width ? end - place : width;
+  const bool adds = output.kind == LinearOutput::Kind::add;
+  for (int64_t i = 0; i < count; ++i) out[i] = adds ? out[i] + values[i] : values[i];
+}
+
+template <class Product>
+void multiply(const PackedLinear& weights, const Activations& activations, int64_t num_rows, const LinearOutput& output,
+              Range panels) {
+  const int64_t groups = num_groups(weights.num_in), panel_bytes = weights.panel_bytes();
+  const int64_t resident = RESIDENT_BYTES / activations.stride / MAX_ROWS * MAX_ROWS;
+  const int64_t block_rows = resident < MAX_ROWS ? MAX_ROWS : resident;
+  alignas(64) float tile[MAX_ROWS * PANEL_COLUMNS];
+  for (int64_t begin = 0; begin < num_rows; begin += block_rows) {
+    const int64_t end = num_rows - begin < block_rows ? num_rows : begin + block_rows, count = end - begin;
+    const int64_t num_tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      const uint8_t* data = weights.data + panel * panel_bytes;
+      // With one tile the weights are read once: the stream is fetched ahead. Else each tile fetches a share of the
+      // next panel.
+      const int64_t lines = panel_bytes / LINE_BYTES;
+      for (int64_t t = 0; t < num_tiles; ++t) {
+        const int64_t first = begin + count * t / num_tiles, last = begin + count * (t + 1) / num_tiles;
+        const Kernel chosen = kernel_for<Product>(last - first);
+        for (int64_t b = 0; b < 2; b += chosen.num_blocks) {
+          const int64_t column = panel * groups * PANEL_COLUMNS + b * BLOCK_COLUMNS;
+          const uint8_t* block = data + b * panel_bytes / 2;
+          const int64_t share = panel_bytes * (2 * t + b) / (2 * num_tiles);
+          const Prefetch prefetch = num_tiles == 1
+                                        ? Prefetch{block + STREAM_AHEAD_BYTES, chosen.num_blocks * LINE_BYTES}
+                                        : Prefetch{data + panel_bytes + share / LINE_BYTES * LINE_BYTES,
+                                                   panel_bytes / num_tiles / lines};
+          chosen.run({activations.data + first * activations.stride, activations.stride,
+                      activations.scale + first * num_scales(weights.num_in), num_scales(weights.num_in), block,
+                      panel_bytes / 2, weights.scale + column,
+                      weights.minimum == nullptr ? nullptr : weights.minimum + column, groups, tile + b * BLOCK_COLUMNS,
+                      prefetch});
+        }
+        for (int64_t row = first; row < last; ++row)
+          finish_row(weights, output, row, panel, tile + (row - first) * PANEL_COLUMNS);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void encode_int16(const float* x, int64_t num_in, uint8_t* out, float* scales) {
+  for (int64_t k = 0; k < num_in; k += INPUT_GROUP, scales += 2) {
+    const int64_t count = num_in - k < INPUT_GROUP ? num_in - k : INPUT_GROUP;
+    vfloat largest = {}, poison = {};
+    for_each_vector(x + k, count, [&](int64_t, vfloat v) {
+      largest = max(largest, abs(v));
+      poison += v - v;  // NaN where v is not finite
+    });
+    const float scale = max(largest) / 32767.0f;
+    const vfloat inverse = splat(scale > 0x1p-120f ? 1.0f / scale : 0.0f);
+    vint total = {};
+    for_each_vector(x + k, count, [&](int64_t i, vfloat v) {
+      const vint values = round_to_int(v * inverse);
+      typedef int16_t vhalf_ints __attribute__((vector_size(REMORA_VECTOR_BYTES / 2), may_alias));
+      store_as(reinterpret_cast<int16_t*>(out) + k + i, __builtin_convertvector(values, vhalf_ints));
+      total += values;
+    });
+    int32_t lanes[LANES], sum_of_values = 0;
+    store_as(lanes, total);
+    for (int lane = 0; lane < LANES; ++lane) sum_of_values += lanes[lane];
+    scales[0] = scale + sum(poison);
+    scales[1] = static_cast<float>(sum_of_values) * scales[0];
+  }
+}
+
+void linear_grouped(const PackedLinear& weights, const Activations& activations, int64_t num_rows,
+                    const LinearOutput& output, Range panels) {
+  if (weights.dtype == Dtype::int8) multiply<ProductGroupedInt8>(weights, activations, num_rows, output, panels);
+  else multiply<ProductGroupedInt4>(weights, activations, num_rows, output, panels);
+}
+
+#if REMORA_TILES
+void widen_panel(const PackedLinear& weights, int64_t panel, uint8_t* out) {
+  static_assert(LANES == BLOCK_COLUMNS, "a vector is a line");
+  const int64_t groups = num_groups(weights.num_in), block_bytes = weights.panel_bytes() / 2;
+  const bool is_int8 = weights.dtype == Dtype::int8;
+  const int pairs_per_line = is_int8 ? 2 : 4;
+  for (int64_t b = 0; b < 2; ++b) {
+    const uint8_t* line = weights.data + panel * weights.panel_bytes() + b * block_bytes;
+    const int64_t column = panel * groups * PANEL_COLUMNS + b * BLOCK_COLUMNS;
+    for (int64_t group = 0; group < groups; ++group) {
+      const vfloat scale = load_fp16(weights.scale + column + group * PANEL_COLUMNS);
+      const vfloat minimum =
+          weights.minimum == nullptr ? vfloat{} : load_fp16(weights.minimum + column + group * PANEL_COLUMNS);
+      for (int64_t pair = 0; pair < INPUT_GROUP / 2; ++pair, out += LINE_BYTES) {
+        const int part = static_cast<int>(pair % pairs_per_line);
+        const vint raw = load_as<vint>(line);
+        // Code 2p is the field at `low` bits, code 2p + 1 the one 16 bits above it.
+        const vint even = is_int8 ? (raw << (24 - 8 * part)) >> 24 : (raw >> (4 * part)) & 15;
+        const vint odd = is_int8 ? (raw << (8 - 8 * part)) >> 24 : (raw >> (4 * part + 16)) & 15;
+        const vuint low = round_bf16(fma(__builtin_convertvector(even, vfloat), scale, minimum)) >> 16;
+        const vuint high = round_bf16(fma(__builtin_convertvector(odd, vfloat), scale, minimum));
+        store_as(out, low | high);
+        if (part == pairs_per_line - 1) line += LINE_BYTES;
+      }
+    }
+  }
+}
+#endif
+
+}  // namespace remora::REMORA_LEVEL
