@@ -27,6 +27,7 @@ from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import RegistryMember
 from remora.cache_actors.registry_state import ReplicaLoad, ReplicaRecord, ReplicaStatus
 from remora.cache_actors.step_lock import StepLock
+from remora.deployments.accuracy.gate import check_gate
 from remora.deployments.catalog import Catalog
 from remora.deployments.engine.base import EngineConfig, EngineNamespace, EngineStats
 from remora.deployments.engine.engine import Engine
@@ -72,6 +73,8 @@ class ModelReplica:
         self._model: LoadedModel = await asyncio.to_thread(
             load_model, self._model_config, block_tokens=self._device.block_tokens, num_threads=num_threads
         )
+        state_dir = config.cluster.state_dir or default_state_dir()
+        check_gate(self._model_config, self._model.geometry, self._model.fingerprint, state_dir)
         self._lease = await PoolClient.attach(
             pool,
             replica_id=self.replica_id,

@@ -28,6 +28,7 @@ _COMMANDS = {
     "keys": "keys",
     "bench": "bench",
     "replay": "replay",
+    "accuracy": "accuracy",
     "size": "size",
     "validate": "models",
     "pull": "models",
