@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from remora.cache_actors.port import StepGate
 from remora.deployments.engine.base import EngineConfig, EngineModel
@@ -68,7 +69,7 @@ class StepRunner:
         started_s = time.perf_counter()
         self._turn_wait_s = 0.0
         try:
-            computed = Computed(plan=plan, sampling=sampling, logits_RV=self._forward(plan))
+            computed = self._forward(plan)
         except Exception as error:  # a back-end's own errors as well as KernelError
             _log.warning("a step of %d sequences failed: %s", len(plan), error, exc_info=True)
             computed = self._compute_each_alone(plan, error)
@@ -105,7 +106,7 @@ class StepRunner:
         matchers: list[GrammarMatcher] = [item.grammar for item in sampling if item.grammar is not None]
         return self.grammar_worker.fill_masks(matchers) if matchers else None
 
-    def _forward(self, plan: Items[Scheduled]) -> Float32:
+    def _forward(self, plan: list[Scheduled]) -> Computed:
         batch = self._filler.fill(plan)
         asked_s = time.perf_counter()
         with self._gate.turn():
@@ -115,7 +116,31 @@ class StepRunner:
             raise KernelError(
                 f"logits of shape {logits_RV.shape} instead of {(batch.num_logit_rows, self._vocab_size)}"
             )
-        return logits_RV
+        sampling = [scheduled.sequence for scheduled in plan if scheduled.wants_logits]
+        if not batch.not_finite_S[: len(plan)].any():
+            return Computed(plan=plan, sampling=sampling, logits_RV=logits_RV)
+        return self._without(batch.not_finite_S[: len(plan)] != 0, plan, sampling, logits_RV)
+
+    def _without(
+        self, marked_S: NDArray[np.bool_], plan: list[Scheduled], sampling: list[Sequence], logits_RV: Float32
+    ) -> Computed:
+        """Fails the sequences whose KV is not finite. The step is not counted for them, so that what it wrote is never
+        published: nobody else can come to read it."""
+        failed: list[tuple[Sequence, Exception]] = []
+        for (sequence, num_tokens), is_marked in zip(plan, marked_S, strict=True):
+            if is_marked:
+                first = sequence.num_computed_tokens
+                message = f"KV of tokens {first} to {first + num_tokens - 1} is not finite (NaN or infinity)"
+                _log.warning("sequence %s: %s", sequence.sequence_id, message)
+                failed.append((sequence, KernelError(message)))
+        bad = {sequence for sequence, _ in failed}
+        kept = [row for row, sequence in enumerate(sampling) if sequence not in bad]
+        return Computed(
+            plan=[scheduled for scheduled in plan if scheduled.sequence not in bad],
+            sampling=[sampling[row] for row in kept],
+            logits_RV=logits_RV[kept],
+            failed=failed,
+        )
 
     def _compute_each_alone(self, plan: list[Scheduled], error: Exception) -> Computed:
         done: list[Scheduled] = []
@@ -126,11 +151,13 @@ class StepRunner:
                 failed.append((scheduled.sequence, error))
                 break
             try:
-                rows.append(self._forward([scheduled]).copy())
+                alone = self._forward([scheduled])
             except Exception as own_error:
                 failed.append((scheduled.sequence, own_error))
             else:
-                done.append(scheduled)
+                rows.append(alone.logits_RV.copy())
+                done.extend(alone.plan)
+                failed.extend(alone.failed)
         return Computed(
             plan=done,
             sampling=[scheduled.sequence for scheduled in done if scheduled.wants_logits],

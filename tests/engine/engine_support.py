@@ -73,6 +73,8 @@ class FakeDecoder:
         self.logits_of: Callable[[NDArray[np.int32]], NDArray[np.float32]] = history_logits
         #: Called with the history of each row; may raise.
         self.trouble: Callable[[NDArray[np.int32]], None] = lambda history: None
+        #: Whether the last token of a history has K or V that is not finite.
+        self.is_bad: Callable[[NDArray[np.int32]], bool] = lambda history: False
         #: Rows of each sequence, for every step.
         self.steps: list[list[int]] = []
 
@@ -98,6 +100,7 @@ class FakeDecoder:
                 written.add((block, slot))
                 slots_BT[block, slot] = token_id
             history = slots_BT[blocks].reshape(-1)[:context_len].copy()
+            batch.not_finite_S[s] = any(self.is_bad(history[: position + 1]) for position in positions)
             for row in range(start, end):
                 self.trouble(history[: positions[row - start] + 1])
                 if row in wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import msgspec
@@ -31,6 +32,23 @@ def test_logits_that_are_not_finite_end_their_own_request_only(harness, value) -
     assert (one.outputs[bad, 0].finish_reason, one.outputs[bad, 0].error) == ("error", "KernelError")
     assert len(one.outputs[bad, 0].token_ids) == 3
     assert one.outputs[good, 0].token_ids == expected_greedy(PROMPT, 10)
+
+
+def test_kv_that_is_not_finite_ends_its_own_request_and_its_blocks_are_never_shared(harness) -> None:
+    one = harness(max_step_tokens=16)
+    prompt = "!" + PROMPT * 2
+    one.model.decoder.is_bad = lambda history: history[0] == ord("!") and len(history) == 40
+    bad, good = one.submit(prompt, max_tokens=10), one.submit(PROMPT, max_tokens=60)
+    one.finish()
+    assert (one.outputs[bad, 0].finish_reason, one.outputs[bad, 0].error) == ("error", "KernelError")
+    assert re.search(r"KV of tokens \d+ to \d+ is not finite", one.outputs[bad, 0].error_message)
+    assert one.outputs[good, 0].token_ids == expected_greedy(PROMPT, 60)
+    one.model.decoder.is_bad = lambda history: False
+    again = one.submit(prompt, max_tokens=10)
+    one.finish()
+    assert one.outputs[again, 0].token_ids == expected_greedy(prompt, 10)
+    # Steps before the bad one were published; nothing from the bad one on was.
+    assert 0 < one.outputs[again, 0].num_cached_tokens < 40
 
 
 def test_a_step_that_fails_is_repeated_without_the_sequence_that_broke_it(harness) -> None:
