@@ -120,6 +120,7 @@ class Moves:
         transfer: Transfer = "shared" if self.pool_of(source) == candidates[target].pool_id else "recomputed"
         attributes = {
             names.REMORA_REQUEST_ID: request.request_id,
+            names.REMORA_NAMESPACE: request.namespace_id,
             names.REMORA_REPLICA_ID: target,
             names.REMORA_MIGRATE_SOURCE: source,
             names.REMORA_MIGRATE_TRANSFER: transfer,

@@ -145,10 +145,10 @@ def _find_model(config: RemoraConfig, name: str) -> tuple[ModelConfig, int]:
 
 
 def _served_geometries(geometry: KVGeometry) -> Iterator[KVGeometry]:
-    """The geometry in every precision that a configuration may ask for."""
+    """The geometry in the precisions that a configuration may ask for; of mixed ones those with V a step below K."""
     (group,) = geometry.groups
-    for k in _PRECISIONS:
-        for v in _PRECISIONS:
+    for number, k in enumerate(_PRECISIONS):
+        for v in _PRECISIONS[number : number + (1 if k == "fp32" else 2)]:
             wanted: Any = k if k == v else {"k": k, "v": v}
             try:
                 ModelConfig(name="any", source="any", kv_precision=wanted)

@@ -209,3 +209,28 @@ async def test_a_wrong_query_is_refused_by_name(http: httpx.AsyncClient, query: 
 
 async def test_a_trace_that_is_not_there_is_404(http: httpx.AsyncClient) -> None:
     assert (await http.get(f"/v1/traces/{TRACE_ID}")).status_code == 404
+
+
+async def test_a_moved_request_stays_one_trace_of_its_namespace(
+    traced: Any, http: httpx.AsyncClient, make_replica: Callable[..., Any]
+) -> None:
+    await traced.cluster.add(make_replica("b"))
+    await http.post("/v1/sessions", json={"model": "tiny", "id": "trip"})
+    traced.paused = True
+    body = {**BODY, "session_id": "trip"}
+    running = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=CALLER))
+    replicas = list(traced.cluster.replicas.values())
+    await traced.cluster.settle(lambda: any(each.running for each in replicas))
+    (source,) = [each for each in replicas if each.running]
+    (target,) = [each for each in replicas if each is not source]
+    await source.step(2)
+    move = {"to": {"replica": target.replica_id}}
+    moving = asyncio.create_task(http.post("/v1/sessions/trip/migrate", json=move))
+    await traced.cluster.settle(lambda: bool(target.running))
+    traced.replica, traced.paused = target, False
+    assert (await moving).status_code == 200
+    assert (await running).status_code == 200
+    names_of_spans = [span["name"] for span in (await trace_of(http))["spans"]]
+    assert {"chat tiny", names.MIGRATE_FREEZE, names.MIGRATE_COMMIT} < set(names_of_spans)
+    (listed,) = (await http.get("/v1/traces")).json()["data"]
+    assert (listed["id"], listed["namespace"], listed["num_spans"]) == (TRACE_ID, "chat", len(names_of_spans))
