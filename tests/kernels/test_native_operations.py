@@ -59,6 +59,18 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_threads(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_beyond_what_the_cache_holds_are_computed_alike_however_few_are_left(
+    level: str, precision: WeightPrecision
+) -> None:
+    """Wide inputs, so that a dozen rows fill the level-2 cache and the rest makes a small block of its own."""
+    x, weights = normal(72, 4096), normal(70, 4096, seed=1)
+    alone = np.concatenate([operations.linear(row[None], weights, precision=precision, level=level) for row in x])
+    for num_rows in range(1, 73):
+        together = operations.linear(x[:num_rows], weights, precision=precision, level=level)
+        assert (together.view(np.uint32) == alone[:num_rows].view(np.uint32)).all(), num_rows
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_units", [8, 16, 50, 64])
 def test_gate_and_up_are_joined_by_silu(level: str, precision: WeightPrecision, num_units: int) -> None:
     x, weights, bias = normal(9, 96), normal(2 * num_units, 96, seed=1), normal(2 * num_units, seed=2)

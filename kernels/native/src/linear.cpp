@@ -150,7 +150,8 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
   constexpr int64_t WIDTH = WIDENED ? 2 : 1;
   const int64_t lines = block_bytes / LINE_BYTES;
   const int64_t slice = WIDENED ? SLICE_LINES / WIDTH : num_tiles == 1 ? lines : SLICE_LINES;
-  alignas(64) float wide[WIDENED ? 2 * SLICE_LINES * BLOCK_COLUMNS : 1];
+  constexpr int64_t WIDE_BLOCK = SLICE_LINES * BLOCK_COLUMNS;
+  alignas(64) float wide[WIDENED ? 2 * WIDE_BLOCK : 1];
   const uint8_t* panel = call.weights.data + panel_index * panel_bytes;
   // Each call fetches lines of the next panel in proportion to its own.
   const uint8_t* next = panel + panel_bytes;
@@ -159,7 +160,7 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
 #if REMORA_VECTOR_BYTES == 32
     if constexpr (WIDENED) {
       for (int b = 0; b < 2; ++b)
-        widen_lines(panel + b * block_bytes + line * LINE_BYTES, slice_lines, wide + b * SLICE_LINES * BLOCK_COLUMNS);
+        widen_lines(panel + b * block_bytes + line * LINE_BYTES, slice_lines, wide + b * WIDE_BLOCK);
     }
 #endif
     for (int64_t t = 0; t < num_tiles; ++t) {
@@ -167,11 +168,11 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
       const TileKernel chosen = tile_kernel<Product>(last - first);
       for (int64_t b = 0; b < 2; b += chosen.num_blocks) {
         const uint8_t* block = panel + b * block_bytes + line * LINE_BYTES;
-        if (WIDENED) block = reinterpret_cast<const uint8_t*>(wide + b * SLICE_LINES * BLOCK_COLUMNS);
+        if (WIDENED) block = reinterpret_cast<const uint8_t*>(wide + b * WIDE_BLOCK);
         MicroTile part{call.row(begin + first) + line * 4 * Product::PARTS * WIDTH,
                        call.activations.stride,
                        block,
-                       block_bytes,
+                       WIDENED ? WIDE_BLOCK * 4 : block_bytes,
                        slice_lines * WIDTH,
                        sums + t * MAX_ROWS * PANEL_COLUMNS + b * BLOCK_COLUMNS,
                        line > 0,
