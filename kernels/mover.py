@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,23 +12,18 @@ from remora.kernels.layout import BlockLayout
 from remora.namespaces.sequence_commands import Move
 from remora.platform.base.errors import KernelError
 
-if TYPE_CHECKING:
-    import torch
-
 
 class KVMover:
     """Copies tokens between blocks of one geometry and rotates their K, with the torch reference.
 
-    Without `rope_inv_freq` (a model whose rope is not known here), or with KV that is not stored as plain fp32 or
-    bf16, nothing can be moved: `can_move` says so, and the caller computes such tokens again.
+    Without `rope_inv_freq` (a model whose rope is not known here) nothing can be moved: `can_move` says so, and the
+    caller computes such tokens again.
     """
 
     def __init__(self, memory: KVMemory, rope_inv_freq: NDArray[np.float32] | None) -> None:
         self._memory = memory
         self._rope_inv_freq = rope_inv_freq
-        group = memory.geometry.groups[0]
-        plain = {group.k_precision, group.v_precision} <= {"fp32", "bf16"} and group.k_precision == group.v_precision
-        self.can_move = rope_inv_freq is not None and plain and len(memory.geometry.groups) == 1
+        self.can_move = rope_inv_freq is not None and len(memory.geometry.groups) == 1
 
     def move(self, moves: Sequence[Move]) -> None:
         """Does the moves; they may be repeated. Raises KernelError for a place outside the memory, before any byte."""
@@ -49,11 +43,11 @@ class KVMover:
         # Short operations: on a busy machine several threads would mostly wait for each other.
         torch.set_num_threads(1)
         try:
-            self._move(layout.torch_view(self._memory.data), moves)
+            self._move(layout, moves)
         finally:
             torch.set_num_threads(num_threads)
 
-    def _move(self, kv_NL2HBD: torch.Tensor, moves: Sequence[Move]) -> None:
+    def _move(self, layout: BlockLayout, moves: Sequence[Move]) -> None:
         import torch
 
         from remora.kernels.reference.move_slots import move_slots
@@ -69,7 +63,8 @@ class KVMover:
                 ]
             ).T
             move_slots(
-                kv_NL2HBD,
+                layout,
+                self._memory.data,
                 source_blocks_M=tokens_4M[0],
                 source_slots_M=tokens_4M[1],
                 target_blocks_M=tokens_4M[2],

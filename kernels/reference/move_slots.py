@@ -5,17 +5,23 @@ Shapes: N blocks, L layers, H kv heads, B tokens a block, D head_dim, M tokens t
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from remora.kernels.layout import K_SIDE, V_SIDE
+from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
+from remora.kernels.reference.quantise import dequantise, quantise
 from remora.kernels.reference.rope import rope_tables, rotate
+from remora.namespaces.geometry import QUANTISED
 
 #: Tokens that are rotated at once: a few MiB in fp32 for common models.
 _MAX_TOKENS = 128
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def move_slots(
-    kv_NL2HBD: torch.Tensor,
+    layout: BlockLayout,
+    data: NDArray[np.uint8],
     *,
     source_blocks_M: torch.Tensor,
     source_slots_M: torch.Tensor,
@@ -26,16 +32,35 @@ def move_slots(
 ) -> None:
     """Copies K and V of each token in all layers; K moves by `delta` positions (negative: back).
 
-    Rotated in fp32 and rounded once to the arena's dtype. No source may be a target.
+    V, and K that keeps its position, are copied as they are. K that moves is rotated in fp32 and rounded or quantised
+    once more to the arena's precision. No source may be a target.
     """
-    cos, sin = rope_tables(torch.tensor([delta]), inv_freq)
-    for start in range(0, len(source_blocks_M), _MAX_TOKENS):
-        part = slice(start, start + _MAX_TOKENS)
-        source, slot = source_blocks_M[part], source_slots_M[part]
-        target, target_slot = target_blocks_M[part], target_slots_M[part]
-        kv_NL2HBD[target, :, V_SIDE, :, target_slot] = kv_NL2HBD[source, :, V_SIDE, :, slot]
-        k_MLHD = kv_NL2HBD[source, :, K_SIDE, :, slot]
-        if delta:
-            rows = k_MLHD.to(torch.float32).reshape(1, -1, k_MLHD.shape[-1])
-            k_MLHD = rotate(rows, cos, sin).to(k_MLHD.dtype).reshape(k_MLHD.shape)
-        kv_NL2HBD[target, :, K_SIDE, :, target_slot] = k_MLHD
+    for side in (K_SIDE, V_SIDE):
+        rows_NLHB = torch.from_numpy(layout.rows_view(data, side))
+        scales_NLHB = torch.from_numpy(layout.scales_view(data, side)).view(torch.bfloat16)
+        for start in range(0, len(source_blocks_M), _MAX_TOKENS):
+            part = slice(start, start + _MAX_TOKENS)
+            source = (source_blocks_M[part], slice(None), slice(None), source_slots_M[part])
+            target = (target_blocks_M[part], slice(None), slice(None), target_slots_M[part])
+            codes_MLH, scales_MLH = rows_NLHB[source], scales_NLHB[source]
+            if side == K_SIDE and delta:
+                codes_MLH, scales_MLH = _turned(layout, codes_MLH, scales_MLH, delta, inv_freq)
+            rows_NLHB[target] = codes_MLH
+            if layout.num_scales[side]:
+                scales_NLHB[target] = scales_MLH
+
+
+def _turned(
+    layout: BlockLayout, codes: torch.Tensor, scales: torch.Tensor, delta: int, inv_freq: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes and scales of K after `delta` positions."""
+    precision = layout.precisions[K_SIDE]
+    if precision in QUANTISED:
+        values = dequantise(codes, scales, layout.head_dim, precision)
+    else:
+        values = codes.contiguous().view(_DTYPES[precision]).to(torch.float32)
+    rows_1MD = values.reshape(1, -1, layout.head_dim)
+    turned = rotate(rows_1MD, *rope_tables(torch.tensor([delta]), inv_freq)).reshape(values.shape)
+    if precision in QUANTISED:
+        return quantise(turned, precision)
+    return turned.to(_DTYPES[precision]).contiguous().view(torch.uint8), scales

@@ -11,6 +11,7 @@ import torch
 
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
 from remora.kernels.mover import KVMover
+from remora.kernels.reference.kv_view import KVView
 from remora.kernels.reference.rope import rope_tables, rotate
 from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.namespaces.sequence_commands import Move
@@ -65,9 +66,30 @@ def test_a_place_outside_the_memory_is_refused_before_a_byte_is_written(move: Mo
     assert (memory.data == 1).all()
 
 
-def test_kv_whose_rotation_or_encoding_is_not_known_is_not_moved() -> None:
-    assert KVMover(memory_of("bf16"), INV_FREQ).can_move
-    for mover in (KVMover(memory_of("bf16"), None), KVMover(memory_of("int8"), INV_FREQ)):
-        assert not mover.can_move
-        with pytest.raises(KernelError):
-            mover.move([Move(0, 0, 1, 0, 1, 1)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("int8", 0.1), ("int4", 1.2)])
+def test_quantised_tokens_are_rotated_and_quantised_once_more(precision: str, tolerance: float) -> None:
+    torch.manual_seed(2)
+    memory = memory_of(precision)
+    layout = BlockLayout(memory.geometry)
+    view, tokens = KVView(layout, memory.data), torch.arange(16)
+    zeros = torch.zeros(16, dtype=torch.int64)
+    plain_THD = torch.randn(16, 2, 32)
+    for layer in range(2):
+        k_THD = rotate(plain_THD, *rope_tables(40 + tokens, torch.from_numpy(INV_FREQ)))
+        view.write(K_SIDE, layer, zeros, tokens, k_THD)
+        view.write(V_SIDE, layer, zeros, tokens, plain_THD)
+    KVMover(memory, INV_FREQ).move([Move(0, 0, 3, 5, 11, -25), Move(0, 11, 4, 0, 5, -25)])
+    wanted_THD = rotate(plain_THD, *rope_tables(15 + tokens, torch.from_numpy(INV_FREQ)))
+    for side, expected in ((K_SIDE, wanted_THD), (V_SIDE, plain_THD)):
+        read = view.read(side, 1, torch.tensor([3, 4])).transpose(1, 2).reshape(32, 2, 32)[5:21]
+        assert torch.allclose(read, expected, atol=tolerance)
+    source, target = (view.read(V_SIDE, 0, torch.tensor([block])) for block in (0, 3))
+    assert torch.equal(source[:, :, :11], target[:, :, 5:]), "V is copied, not quantised again"
+
+
+def test_kv_whose_rotation_is_not_known_is_not_moved() -> None:
+    assert KVMover(memory_of("int4"), INV_FREQ).can_move
+    mover = KVMover(memory_of("bf16"), None)
+    assert not mover.can_move
+    with pytest.raises(KernelError):
+        mover.move([Move(0, 0, 1, 0, 1, 1)])
