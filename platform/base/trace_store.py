@@ -26,6 +26,12 @@ MAX_SPANS = 2_000
 #: The first line of a file begins with its trace and span id, which no other file has: a file is known by it, for
 #: files are renamed, and inodes are used again.
 _HEAD_BYTES = 80
+_SUMMARY_ATTRIBUTES = (
+    names.GEN_AI_OPERATION_NAME,
+    names.GEN_AI_USAGE_INPUT_TOKENS,
+    names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS,
+    names.GEN_AI_USAGE_OUTPUT_TOKENS,
+)
 
 
 class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +73,7 @@ class _Trace:
 
     def __init__(self, span: StoredSpan) -> None:
         #: The span that began first; of equals the longest. It names the trace.
-        self.first = span
+        self.first = _slim(span)
         #: The longest failed span: its error is what the client got.
         self.outer: StoredSpan | None = None
         self.session = ""
@@ -77,13 +83,13 @@ class _Trace:
 
     def add(self, span: StoredSpan, line: _Line) -> None:
         if (span.start_ns, -span.end_ns) < (self.first.start_ns, -self.first.end_ns):
-            self.first = span
+            self.first = _slim(span)
         self.last_end_ns = max(self.last_end_ns, span.end_ns)
         self.session = self.session or str(span.attributes.get(names.REMORA_SESSION_ID, ""))
         if span.error_type:
             self.num_errors += 1
             if self.outer is None or span.duration_s > self.outer.duration_s:
-                self.outer = span
+                self.outer = _slim(span)
         if len(self.lines) < MAX_SPANS:
             self.lines.append(line)
 
@@ -105,6 +111,12 @@ class _Trace:
             cached_tokens=int(usage.get(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, 0)),
             output_tokens=int(usage.get(names.GEN_AI_USAGE_OUTPUT_TOKENS, 0)),
         )
+
+
+def _slim(span: StoredSpan) -> StoredSpan:
+    """With what a summary needs; attributes can be as long as prompts."""
+    kept = {name: span.attributes[name] for name in _SUMMARY_ATTRIBUTES if name in span.attributes}
+    return msgspec.structs.replace(span, attributes=kept)
 
 
 class _File:

@@ -35,12 +35,14 @@ export function keepInStep(parent, data, keyOf, make, update = () => {}) {
   for (const node of known.values()) node.remove();
 }
 
-/** Lets a row be opened by mouse and by keyboard. */
+/** Lets a row be opened by mouse and by keyboard; `open` may fail, which is shown. */
 export function openable(node, open) {
+  const tryOpen = () => open().catch((error) => showDetail("This cannot be shown", el("p", { class: "bad" }, error.message)));
   node.setAttribute("tabindex", "0");
-  node.addEventListener("click", open);
+  node.addEventListener("click", tryOpen);
   node.addEventListener("keydown", (event) => {
-    if (event.key === "Enter") open();
+    // A button clicks by itself.
+    if (event.key === "Enter" && node.tagName !== "BUTTON") tryOpen();
   });
   return node;
 }

@@ -2,7 +2,8 @@
 
 import { get } from "./api.js";
 import { el, factsLine, keepInStep, openable, showDetail } from "./dom.js";
-import { ago, count } from "./format.js";
+import { ago, clock, count, milliseconds } from "./format.js";
+import { openTrace } from "./traces.js";
 
 /** Shows a page of `/v1/sessions`, the last used first. */
 export function showSessions(sessions) {
@@ -36,7 +37,6 @@ function updateRow(row, session) {
 async function openSession(id) {
   const session = await get(`/v1/sessions/${encodeURIComponent(id)}`);
   const traces = (await get("/v1/traces", { session: id, limit: 500 })).data;
-  const owners = traces.length ? `${traces.length}` : "none stored";
   showDetail(
     id,
     factsLine([
@@ -46,12 +46,27 @@ async function openSession(id) {
       ["owner", session.owner ?? "–"],
       ["epoch", session.epoch],
       ["tokens", count(session.num_tokens)],
+      ["in memory", blocksText(session.blocks)],
       ["used", ago(session.last_used)],
       ["lives", session.ttl_s ? `${session.ttl_s} s without use` : "until it is deleted"],
-      ["traces", owners],
     ]),
     ...session.turns.map(turn),
+    ...(traces.length ? [el("h3", {}, "Its requests"), el("ul", { class: "requests" }, ...traces.map(request))] : []),
   );
+}
+
+/** How many of the full blocks of its log each pool has; null before anybody knows. */
+function blocksText(blocks) {
+  if (!blocks) return null;
+  const found = Object.entries(blocks.device).map(([pool, number]) => `${count(number)} in ${pool.split("-")[0]}`);
+  return `${found.join(", ") || "none"} of ${count(blocks.full)} blocks`;
+}
+
+/** A line that opens the waterfall. */
+function request(trace) {
+  const text = `${clock(trace.started)}  ${trace.name}, ${milliseconds(trace.duration_ms)}, ${count(trace.output_tokens)} tokens`;
+  const failed = trace.error_type ? ` (${trace.error_type})` : "";
+  return el("li", {}, openable(el("button", { type: "button" }, text, failed), () => openTrace(trace.id)));
 }
 
 function turn(each) {

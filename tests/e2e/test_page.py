@@ -110,6 +110,8 @@ def test_a_request_is_opened_as_a_waterfall(page: Any, platform: Any) -> None:
     platform.eventually(lambda: "Hello, page" in "".join(texts(page, "dialog[open] .turn")), 5, what="the turn")
     (owner,) = [each["owner"] for each in platform.get("/v1/sessions")["data"] if each["id"] == "page-trip"]
     assert owner in "".join(texts(page, "dialog[open] .facts-line"))
+    page.execute_script("document.querySelector('dialog[open] .requests button').click()")
+    platform.eventually(lambda: len(texts(page, "dialog[open] .span .what")) == len(shown), 5, what="its waterfall")
     platform.http.delete("/v1/sessions/page-trip")
 
 
