@@ -1,4 +1,4 @@
-"""`remora bench`: how fast a running server answers, Remora or any other that speaks OpenAI's API."""
+"""`remora bench`: how fast a server answers, Remora or any other that speaks OpenAI's API; or an engine alone."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 
 from remora.platform.base.errors import RemoraError
+from remora.platform.cli.bench_batch import batch
 from remora.platform.cli.client import base_url, get_json, make_client, url_option
 from remora.platform.cli.instance import InstanceStore
 from remora.platform.cli.load_generator import LoadPlan, LoadResult, percentile, run_load
@@ -27,7 +28,8 @@ _START_TIMEOUT_S = 600.0
 _NAME = "bench"
 
 
-@click.command()
+@click.group(invoke_without_command=True)
+@click.pass_context
 @url_option
 @click.option("-m", "--model", help="Model to load; default: the first one served.")
 @click.option("-c", "--clients", default="1,8,32", show_default=True, help="Numbers of clients, one run each.")
@@ -38,6 +40,7 @@ _NAME = "bench"
 @click.option("--start", is_flag=True, help="Start the default platform for the time of the measurement.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each run instead of a table.")
 def bench(
+    context: click.Context,
     url: str | None,
     model: str | None,
     clients: str,
@@ -49,6 +52,8 @@ def bench(
     as_json: bool,
 ) -> None:
     """Measures tokens per second, time to first token and inter-token time over HTTP."""
+    if context.invoked_subcommand is not None:
+        return
     try:
         numbers = [int(number) for number in clients.split(",")]
     except ValueError:
@@ -67,6 +72,9 @@ def bench(
         ["CLIENTS", "REQUESTS", "TOK/S", "TTFT P50 S", "TTFT P99 S", "INTER-TOKEN P50 MS", "P99 MS"],
         [list(summary(result)["figures"].values()) for result in results],
     )
+
+
+bench.add_command(batch)
 
 
 def summary(result: LoadResult) -> dict[str, dict[str, float]]:
