@@ -65,7 +65,7 @@ def test_rows_beyond_what_the_cache_holds_are_computed_alike_however_few_are_lef
     """Wide inputs, so that a dozen rows fill the level-2 cache and the rest makes a small block of its own."""
     x, weights = normal(72, 4096), normal(70, 4096, seed=1)
     alone = np.concatenate([operations.linear(row[None], weights, precision=precision, level=level) for row in x])
-    for num_rows in range(1, 73):
+    for num_rows in (1, 5, 12, 13, 14, 15, 16, 17, 25, 26, 31, 33, 72):
         together = operations.linear(x[:num_rows], weights, precision=precision, level=level)
         assert (together.view(np.uint32) == alone[:num_rows].view(np.uint32)).all(), num_rows
 
