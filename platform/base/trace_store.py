@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from remora.platform.base import telemetry_names as names
+from remora.platform.base.errors import IntegrityError
 from remora.platform.base.span_file import StoredSpan, decode_span
 
 #: Traces that the index holds; the oldest go first. Their lines may still be in the files.
@@ -193,6 +194,18 @@ class TraceStore:
                     if trace_id.startswith(beginning) and (namespaces is None or namespace in namespaces)
                 }
             )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when the index points to where nothing was read, or is larger than its bounds."""
+        with self._lock:
+            read_bytes = {file.file_no: file.read_bytes for file in self._files.values()}
+            for (trace_id, _), trace in self._traces.items():
+                if not 0 < len(trace.lines) <= MAX_SPANS:
+                    raise IntegrityError(f"trace {trace_id} has {len(trace.lines)} spans")
+                if any(line.offset + line.length > read_bytes.get(line.file_no, 0) for line in trace.lines):
+                    raise IntegrityError(f"trace {trace_id} has a span behind the end of what was read")
+            if len(self._traces) > self._max_traces:
+                raise IntegrityError(f"the index holds {len(self._traces)} traces, more than {self._max_traces}")
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 

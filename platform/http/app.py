@@ -57,6 +57,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> FastAPI:
     app.include_router(namespace_routes(services))
     app.include_router(page_routes())
     access = Access(services.config, services.core.catalog, SystemClock(), services.stats)
+    app.state.access = access
     app.add_middleware(Authenticate, access=access, sessions=services.turns.port)
     app.add_middleware(CountAnswers, stats=services.stats)
     return app

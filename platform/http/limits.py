@@ -100,6 +100,10 @@ class TenantLimits:
         if self._tokens is not None:
             self._tokens.use(num_tokens)
 
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
     def check_integrity(self) -> None:
         """Raises IntegrityError when more generations ended than began."""
         if self._num_running < 0:

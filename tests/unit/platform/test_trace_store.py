@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -36,8 +37,10 @@ def append(path: Path, *lines: bytes) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> TraceStore:
-    return TraceStore(tmp_path)
+def store(tmp_path: Path) -> Iterator[TraceStore]:
+    made = TraceStore(tmp_path)
+    yield made
+    made.check_integrity()
 
 
 def ids(store: TraceStore, **query: object) -> list[str]:
@@ -121,6 +124,7 @@ def test_a_file_that_turns_over_is_followed_and_what_is_dropped_is_forgotten(tmp
         newest = store.search(limit=1)[0]
         assert newest.name == f"span-{number}"
         assert [each.name for each in store.spans(newest.trace_id)] == [newest.name]
+        store.check_integrity()
     provider.shutdown()
     listed = store.search(limit=500)
     assert 5 < len(listed) < 60
@@ -134,3 +138,4 @@ def test_the_index_is_bounded_in_traces_and_in_spans_of_one(tmp_path: Path) -> N
     assert ids(store) == ["f", "e", "d"]
     append(tmp_path / "a-1.jsonl", *(span("g", str(number), 50, 60) for number in range(MAX_SPANS + 5)))
     assert len(store.spans("g" * 32)) == MAX_SPANS
+    store.check_integrity()

@@ -351,6 +351,9 @@ class Server:
         await self.sessions.close()
         self.sessions.check_integrity()
         assert self.turns.num_open == 0
+        for limits in self._server.config.app.state.access.limits.values():
+            limits.check_integrity()
+            assert limits.num_running == 0
 
     def value(self, name: str, **labels: str) -> float:
         """One sample of the router's own metrics."""
