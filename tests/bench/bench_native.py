@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--level", default=None)
     parser.add_argument("--model", choices=sorted(SHAPES), default="135m")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--weights", nargs="+", choices=["bf16", "int8", "fp32"], default=["bf16", "int8"])
+    parser.add_argument("--weights", nargs="+", choices=["bf16", "int8", "int4", "fp32"], default=["bf16", "int8"])
     options = parser.parse_args()
     for precision in options.weights:
         shape = make_shape(options.model, precision)
