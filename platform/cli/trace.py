@@ -1,4 +1,4 @@
-"""`remora trace`: the traces of requests, from a running platform or from the files on this machine."""
+"""`remora trace`: the traces of requests, from the files on this machine, or from a platform elsewhere."""
 
 from __future__ import annotations
 
@@ -7,45 +7,60 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
+import httpx
 
 from remora.platform.base.errors import NotFound
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.span_file import StoredSpan, traces_dir
-from remora.platform.base.trace_store import TraceStore
+from remora.platform.base.trace_store import TraceStore, TraceSummary
+from remora.platform.cli.client import get_json, make_client
 from remora.platform.cli.table import print_table
 
 state_dir_option = click.option(
     "--state-dir", type=click.Path(path_type=Path), help="cluster.state_dir of the instance."
 )
+trace_url_option = click.option("--url", envvar="REMORA_URL", help="Ask the platform there instead.")
 _MIN_BAR_CHARS = 20
 _MAX_BAR_CHARS = 60
 
 
 @click.group()
 def trace() -> None:
-    """Traces of requests, from the files in the state directory; also when nothing runs."""
+    """Traces of requests, from the files in the state directory, also when nothing runs; with --url from there."""
 
 
 @trace.command(name="list")
 @state_dir_option
+@trace_url_option
 @click.option("-n", "--last", default=20, show_default=True, help="How many, newest last.")
 @click.option("--namespace", help="Only of this namespace.")
 @click.option("--session", help="Only of this session.")
 @click.option("--min-ms", default=0.0, help="Only those that took at least so many milliseconds.")
 @click.option("--failed", is_flag=True, help="Only those with an error in them.")
 def list_traces(
-    state_dir: Path | None, last: int, namespace: str | None, session: str | None, min_ms: float, failed: bool
+    state_dir: Path | None,
+    url: str | None,
+    last: int,
+    namespace: str | None,
+    session: str | None,
+    min_ms: float,
+    failed: bool,
 ) -> None:
     """The last traces: when, how long, whose, and what they cost."""
-    found = _store(state_dir).search(
-        namespaces=None if namespace is None else {namespace},
-        session=session,
-        min_ms=min_ms,
-        failed=failed,
-        limit=last,
-    )
+    if url is not None:
+        query = {"namespace": namespace, "session": session, "min_ms": min_ms, "failed": failed, "limit": last}
+        found = _ask_for_summaries(url, {name: value for name, value in query.items() if value})
+    else:
+        found = _store(state_dir).search(
+            namespaces=None if namespace is None else {namespace},
+            session=session,
+            min_ms=min_ms,
+            failed=failed,
+            limit=last,
+        )
     print_table(
         ["TRACE", "STARTED", "NAMESPACE", "SESSION", "IN", "CACHED", "OUT", "MS", "NAME", "ERROR"],
         [
@@ -69,17 +84,68 @@ def list_traces(
 @trace.command()
 @click.argument("trace_id")
 @state_dir_option
+@trace_url_option
 @click.option("-a", "--attributes", is_flag=True, help="Show the attributes of each span.")
-def show(trace_id: str, state_dir: Path | None, attributes: bool) -> None:
-    """One trace as a waterfall; TRACE_ID may be shortened to any unique beginning."""
-    store = _store(state_dir)
-    matching = store.find(trace_id)
+def show(trace_id: str, state_dir: Path | None, url: str | None, attributes: bool) -> None:
+    """One trace as a waterfall; without --url TRACE_ID may be shortened to any unique beginning."""
+    spans = _find_spans(_store(state_dir), trace_id) if url is None else _ask_for_spans(url, trace_id)
+    width = shutil.get_terminal_size((120, 24)).columns
+    for line in waterfall_lines(spans, width, attributes=attributes):
+        click.echo(line)
+
+
+def _find_spans(store: TraceStore, beginning: str) -> list[StoredSpan]:
+    matching = store.find(beginning)
     if len(matching) != 1:
         what = "no trace begins" if not matching else f"{len(matching)} traces begin"
-        raise NotFound(f"{what} with {trace_id!r}; see `remora trace list`")
-    width = shutil.get_terminal_size((120, 24)).columns
-    for line in waterfall_lines(store.spans(matching[0]), width, attributes=attributes):
-        click.echo(line)
+        raise NotFound(f"{what} with {beginning!r}; see `remora trace list`")
+    return store.spans(matching[0])
+
+
+def _ask_for_summaries(url: str, query: dict[str, Any]) -> list[TraceSummary]:
+    with make_client(url) as client:
+        found = get_json(client, f"/v1/traces?{httpx.QueryParams(query)}")["data"]
+    return [
+        TraceSummary(
+            trace_id=each["id"],
+            namespace=each["namespace"],
+            session=each["session"] or "",
+            name=each["name"],
+            start_ns=round(each["started"] * 1e9),
+            end_ns=round((each["started"] + each["duration_ms"] / 1e3) * 1e9),
+            num_spans=each["num_spans"],
+            num_errors=each["num_errors"],
+            complete=each["complete"],
+            error_type=each["error_type"] or "",
+            error=each["error"] or "",
+            input_tokens=each["input_tokens"],
+            cached_tokens=each["cached_tokens"],
+            output_tokens=each["output_tokens"],
+        )
+        for each in found
+    ]
+
+
+def _ask_for_spans(url: str, trace_id: str) -> list[StoredSpan]:
+    with make_client(url) as client:
+        document = get_json(client, f"/v1/traces/{trace_id}")
+    first_ns = round(document["started"] * 1e9)
+    return [
+        StoredSpan(
+            trace_id=document["id"],
+            span_id=each["id"],
+            parent_span_id=each["parent"] or "",
+            name=each["name"],
+            process=each["process"],
+            pid=each["pid"],
+            start_ns=first_ns + round(each["start_ms"] * 1e6),
+            end_ns=first_ns + round((each["start_ms"] + each["duration_ms"]) * 1e6),
+            attributes=each["attributes"],
+            error_type=each["error_type"] or "",
+            error=each["error"] or "",
+        )
+        for each in document["spans"]
+    ]
 
 
 def _store(state_dir: Path | None) -> TraceStore:

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from remora.platform.base.span_file import StoredSpan, prune_span_files
+from remora.platform.base.trace_store import TraceStore
 from remora.platform.cli.load_generator import percentile
 from remora.platform.cli.table import table_lines
 from remora.platform.cli.trace import waterfall_lines
+from remora.platform.http.traces import summary_document, trace_document
 
 Run = Callable[..., Any]
 
@@ -81,6 +83,21 @@ def test_traces_are_listed_with_the_newest_last(run: Run, state_dir: Path) -> No
     assert [(line.split()[0], line.split()[3]) for line in lines[2:]] == [("abc123", "chat")]
     lines = run("trace", "list", "--failed", "--min-ms", "90", "--state-dir", str(state_dir)).out.splitlines()
     assert [line.split()[-1] for line in lines[2:]] == ["OverQuota"]
+
+
+def test_a_platform_elsewhere_is_asked_and_says_the_same(run: Run, state_dir: Path, server: Any) -> None:
+    store = TraceStore(state_dir / "traces")
+    spans = store.spans("abc123")
+    server.documents["/v1/traces/abc123"] = trace_document(spans)
+    found = store.search(namespaces={"chat"})
+    listed = {"data": [summary_document(each) for each in found]}
+    server.documents["/v1/traces?namespace=chat&limit=20"] = listed
+    here = ("--state-dir", str(state_dir))
+    there = ("--url", server.url)
+    assert run("trace", "show", "-a", "abc123", *there).out == run("trace", "show", "-a", "abc123", *here).out
+    arguments = ("trace", "list", "--namespace", "chat")
+    assert run(*arguments, *there).out == run(*arguments, *here).out
+    assert run("trace", "show", "nothing", *there).code == 1
 
 
 @pytest.mark.parametrize(
