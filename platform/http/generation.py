@@ -239,7 +239,9 @@ class Generation:
 
     def usage(self) -> Usage:
         output = sum(stream.log.num_tokens for stream in self._streams)
-        cached = sum(stream.num_cached_tokens or 0 for stream in self._streams)
+        # What was found may have held tokens that a session's edit took out before the prompt was computed.
+        found = sum(stream.num_cached_tokens or 0 for stream in self._streams)
+        cached = min(found, self.num_prompt_tokens)
         return Usage(self.num_prompt_tokens, output, self.num_prompt_tokens + output, PromptTokensDetails(cached))
 
     def headers(self) -> dict[str, str]:

@@ -57,6 +57,8 @@ class FakeReplica:
         self.submitted: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
         self.num_submit_calls = 0
+        #: What it says it has found in the cache.
+        self.num_cached_tokens = 4
         self.drop_next_delta = False
         #: Answers a request with this error instead of tokens.
         self.error: dict[str, Any] | None = None
@@ -187,7 +189,7 @@ class FakeReplica:
         return TokenDelta(
             request_id=request.request_id, choice_index=index, epoch=request.epoch, first_token_index=position,
             token_ids=(token,), text=chr(token), logprobs=logprobs, finish_reason=reason,
-            num_cached_tokens=4 if index == 0 and position == len((request.output_token_ids or ((),))[0]) else None,
+            num_cached_tokens=self.num_cached_tokens if index == 0 and position == len((request.output_token_ids or ((),))[0]) else None,
         )  # fmt: skip
 
     def kill(self) -> None:

@@ -101,8 +101,10 @@ async def test_a_range_removed_from_the_middle_is_removed_from_the_kv_before_the
     left = before[:2] + before[6:]
     assert await text_of(http) == left
     end_with(ContextOutcome(edits=(EDIT,), removed=((2, 6),)))
+    server.replica.num_cached_tokens = 14
     answer = await say(http, "!")
-    assert answer["usage"]["prompt_tokens"] == 11
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (11, 11)
     request = server.replica.submitted[-1]
     assert bytes(request.prompt_token_ids).decode() == before + "!"
     assert request.context.removals == (Removal(at=14, start=2, end=6),)
