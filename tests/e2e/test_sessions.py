@@ -165,6 +165,72 @@ def test_a_killed_replica_costs_a_session_nothing_but_time(platform: Any, sessio
     assert cold_text(platform, prompt, "smollm2/small")["choices"][0]["text"] == text_of(answer)
 
 
+def test_05_lc18552_the_same_turn_after_the_same_cut_is_the_same_five_times(platform: Any, session: str) -> None:
+    turn(platform, session, LONG)
+    logs = []
+    for _ in range(5):
+        call(platform, f"/v1/sessions/{session}/truncate", {"num_turns": 1})
+        turn(platform, session, "And then? Answer at length.")
+        logs.append(log_of(platform, session))
+    assert logs == [logs[0]] * 5
+
+
+def test_13_lm4385_sessions_that_return_after_eviction_have_their_own_facts(platform: Any) -> None:
+    """The namespace has room for two of them."""
+    ids = [f"secret-{i}" for i in range(10)]
+    for i, name in enumerate(ids):
+        call(platform, "/v1/sessions", {"model": "smollm2", "id": name, "namespace": "smollm2/small"})
+        turn(platform, name, f"The code of room {i} is {7919 * (i + 3)}. {LONG[:500]}", max_tokens=4)
+    cached = []
+    for i, name in enumerate(ids):
+        before = log_of(platform, name)
+        answer = turn(platform, name, "What is the code?", max_tokens=8)
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] / len(before))
+        log = log_of(platform, name)
+        assert log[: len(before)] == before
+        told = call(platform, "/detokenize", {"model": "smollm2", "tokens": before})["prompt"]
+        assert f"The code of room {i} is {7919 * (i + 3)}." in told
+        body = {"model": "smollm2", "prompt": log[: answer["usage"]["prompt_tokens"]], "max_tokens": 8,
+                "temperature": 0}  # fmt: skip
+        assert call(platform, "/v1/completions", body)["choices"][0]["text"] == text_of(answer)
+        platform.http.delete(f"/v1/sessions/{name}")
+    assert min(cached) < 0.6, "nothing was evicted"
+
+
+def test_a_session_rolls_within_its_cache_limit_and_keeps_its_kv(platform: Any) -> None:
+    """Five blocks of 32 tokens; no stranger finds what was moved in them."""
+    limit = {"context_overflow": "roll", "keep_tokens": 16, "cache_limit": 5 * 737_280}
+    session = call(platform, "/v1/sessions", {"model": "smollm2", **limit})["id"]
+    for number in range(3):
+        turn(platform, session, f"{number}: {LONG[:300]}", max_tokens=16, ignore_eos=True)
+    before = platform.get(f"/v1/sessions/{session}")
+    assert before["num_tokens"] <= 161
+    assert before["num_turns"] == 3
+    assert [edit["kind"] for edit in before["edits"]] == ["removed"]
+    (found,) = before["blocks"]["device"].values()
+    assert found == before["blocks"]["full"] >= 2
+    log = log_of(platform, session)
+    cold = call(platform, "/v1/completions", {"model": "smollm2", "prompt": log, "max_tokens": 1})
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "a stranger found edited KV"
+    answer = turn(platform, session, "Go on.", max_tokens=8)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= found * 32 - 32
+    platform.eventually(lambda: platform.referenced_blocks() == 0, 10, what="all blocks are back")
+    platform.http.delete(f"/v1/sessions/{session}")
+
+
+def test_a_range_is_taken_out_of_the_middle_and_the_rest_is_kept(platform: Any, session: str) -> None:
+    turn(platform, session, LONG)
+    before = log_of(platform, session)
+    cut = call(platform, f"/v1/sessions/{session}/truncate", {"remove": {"start": 40, "end": 70}})
+    assert cut["num_tokens"] == len(before) - 30
+    left = before[:40] + before[70:]
+    assert log_of(platform, session) == left
+    answer = turn(platform, session, "What is it about?")
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(before) // 32 * 32 - 32
+    assert log_of(platform, session)[: len(left)] == left
+    assert [edit["kind"] for edit in platform.get(f"/v1/sessions/{session}")["edits"]] == ["removed"]
+
+
 def test_another_model_may_not_write_the_session(platform: Any, session: str) -> None:
     response = platform.chat("hi", model="smollm2-int8", session_id=session)
     assert response.status_code == 400

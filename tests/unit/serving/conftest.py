@@ -186,10 +186,11 @@ class FakeReplica:
             entry = [TokenLogprob(token_id=token, logprob=-0.5)]
             entry += [TokenLogprob(token_id=98 + i, logprob=-1.0 - i) for i in range(request.sampling.logprobs)]
             logprobs = (tuple(entry),)
+        is_first = index == 0 and position == len((request.output_token_ids or ((),))[0])
         return TokenDelta(
             request_id=request.request_id, choice_index=index, epoch=request.epoch, first_token_index=position,
             token_ids=(token,), text=chr(token), logprobs=logprobs, finish_reason=reason,
-            num_cached_tokens=self.num_cached_tokens if index == 0 and position == len((request.output_token_ids or ((),))[0]) else None,
+            num_cached_tokens=self.num_cached_tokens if is_first else None,
         )  # fmt: skip
 
     def kill(self) -> None:
