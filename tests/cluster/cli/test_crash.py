@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -34,6 +34,18 @@ def cached_tokens(up: Up) -> int:
     return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def call(up: Up, method: str, path: str, body: Any = None) -> Any:
+    response = httpx.request(method, f"{up.record.url}{path}", json=body, timeout=60, trust_env=False)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def say(up: Up, content: str) -> Any:
+    """A turn of the session "s"."""
+    body = {"model": "tiny", "session_id": "s", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    return call(up, "POST", "/v1/chat/completions", body)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_starting_leaves_nothing(make_up: Callable[[str], Up], number: signal.Signals) -> None:
     up = make_up(f"early-{number.name.lower()}")
@@ -48,17 +60,26 @@ def test_a_signal_while_starting_leaves_nothing(make_up: Callable[[str], Up], nu
     up.assert_nothing_left(record)
 
 
-def test_after_kill_9_of_everything_the_next_up_adopts_the_cache_and_then_ends_clean(
+def test_11_lc26676_after_kill_9_of_everything_cache_and_sessions_are_there_and_go_on(
     make_up: Callable[[str], Up],
 ) -> None:
+    """A turn is under way when everything is killed: it leaves no trace."""
     up = make_up("crash")
     up.start()
     up.await_line("ready: ")
     assert cached_tokens(up) == 0
     assert cached_tokens(up) > 100
+    call(up, "POST", "/v1/sessions", {"model": "tiny", "id": "s"})
+    say(up, LONG_PROMPT)
+    before = call(up, "GET", "/v1/sessions/s?include_tokens=true")["token_ids"]
     time.sleep(0.5)
     killed = up.record
-    kill_processes([killed.process, killed.platform, *up.processes()])
+    turn = {"model": "tiny", "session_id": "s", "messages": [{"role": "user", "content": "More."}], "stream": True,
+            "max_tokens": 500, "ignore_eos": True}  # fmt: skip
+    url = f"{killed.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=turn, timeout=60, trust_env=False) as response:
+        assert next(response.iter_lines())
+        kill_processes([killed.process, killed.platform, *up.processes()])
     up.process.wait(10)
     assert up.files() != []
     assert "Nothing is running" in up.run("status").stdout
@@ -68,6 +89,14 @@ def test_after_kill_9_of_everything_the_next_up_adopts_the_cache_and_then_ends_c
     assert "left by an earlier instance" in up.text
     assert "pool cpu0: adopted" in up.text
     assert cached_tokens(up) > 100
+    shown = call(up, "GET", "/v1/sessions/s?include_tokens=true")
+    assert (shown["token_ids"], shown["busy"], shown["num_turns"]) == (before, False, 1)
+    assert list(shown["blocks"]["device"].values()) == [len(before) // 32]
+    usage = say(up, "More.")["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= len(before) // 32 * 32
+    after = call(up, "GET", "/v1/sessions/s?include_tokens=true")
+    assert after["token_ids"][: len(before)] == before
+    assert after["num_turns"] == 2
     record = up.record
     assert record.instance_id != killed.instance_id
     up.process.send_signal(signal.SIGTERM)
