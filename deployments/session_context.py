@@ -10,6 +10,8 @@ from remora.platform.base.errors import ContextLengthExceeded, InvalidRequest
 
 #: A session whose cache_limit holds less is of no use.
 _MIN_LIMIT_TOKENS = 32
+#: Tokens that one turn may generate in a context that rolls: something must end it.
+_MAX_ROLLING_OUTPUT_TOKENS = 1_000_000
 
 
 class SessionContext:
@@ -47,10 +49,14 @@ class SessionContext:
         )
 
     def check(self, num_prompt_tokens: int, num_output_tokens: int, *, field: str) -> None:
-        """Raises ContextLengthExceeded when prompt and output do not fit and nothing may leave."""
+        """Raises ContextLengthExceeded when prompt and output do not fit and nothing may leave; InvalidRequest for an
+        output that is long beyond reason."""
         needed = num_prompt_tokens + num_output_tokens
         if not self.rolls and needed > self.limit_tokens:
             raise ContextLengthExceeded(needed, self.limit_tokens, field=field)
+        if self.rolls and num_output_tokens > _MAX_ROLLING_OUTPUT_TOKENS:
+            message = f"max_tokens: {num_output_tokens} is not allowed; at most {_MAX_ROLLING_OUTPUT_TOKENS} a turn"
+            raise InvalidRequest(message, field="max_tokens")
 
     def output_limit(self, num_prompt_tokens: int, max_tokens: int | None, default_max_tokens: int | None) -> int:
         """Tokens that may be generated. A context that rolls has room without end: half of it, if nothing is said."""

@@ -119,6 +119,15 @@ def test_a_fork_shares_sealed_blocks_and_copies_the_partial_one(world: World) ->
     world.check()
 
 
+@pytest.mark.parametrize("num_tokens", [100, 10_003])
+def test_a_fork_of_any_length_copies_one_block_at_most(num_tokens: int) -> None:
+    world = World(num_blocks=num_tokens // BLOCK_TOKENS + 4)
+    world.begin("a", list(range(num_tokens)))
+    answer = world.copy("a", "b", num_tokens=num_tokens)
+    assert answer.num_kept_blocks == num_tokens // BLOCK_TOKENS
+    assert len(answer.moves) == (1 if num_tokens % BLOCK_TOKENS else 0)
+
+
 def test_the_source_of_a_copy_may_go_before_the_copy_is_made(world: World) -> None:
     tokens = prompt(2.5)
     world.begin("a", tokens)

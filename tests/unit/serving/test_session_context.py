@@ -60,6 +60,7 @@ async def test_a_session_that_rolls_may_say_more_than_its_context_holds(http: An
     assert len(request.block_hashes) == 200 // 4
     assert len(await text_of(http)) == 300 + 4 - 92
     end_with(None)
+    assert (await say(http, "on", max_tokens=1_000_001, status=400))["error"]["param"] == "max_tokens"
     await say(http, "and on")
     assert server.replica.submitted[-1].context.edits == (EDIT,)
     document = (await http.get("/v1/sessions/s")).json()
