@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from remora.namespaces.edits import (
@@ -32,6 +33,8 @@ class ContextWindow:
         self._given_edits = plan.edits
         self._removed: list[tuple[int, int]] = []
         self.num_removed_tokens = 0
+        #: Tokens that are computed when the next removal is due; looked at in every step.
+        self.next_at = self._next_at()
 
     @property
     def next_removal(self) -> Removal | None:
@@ -42,6 +45,10 @@ class ContextWindow:
             return None
         keep, limit = self._keep_tokens, self.limit_tokens
         return Removal(at=limit, start=keep, end=keep + max(1, (limit - keep) // 2))
+
+    def _next_at(self) -> int:
+        removal = self.next_removal
+        return sys.maxsize if removal is None else removal.at
 
     @property
     def kept_end(self) -> int:
@@ -64,6 +71,7 @@ class ContextWindow:
             del self._removals[0]
         self._removed.append((removal.start, removal.end))
         self.num_removed_tokens += removal.num_removed
+        self.next_at = self._next_at()
 
     def forget(self, num_cached_tokens: int) -> None:
         """Kept KV behind so many tokens is lost: it is computed anew, and named so."""

@@ -146,8 +146,7 @@ class Sequence:
     @property
     def horizon(self) -> int:
         """Tokens at the beginning of the log that can be computed before some leave the context."""
-        removal = self.window.next_removal
-        return self.num_tokens if removal is None else min(self.num_tokens, removal.at)
+        return min(self.num_tokens, self.window.next_at)
 
     @property
     def num_computable_tokens(self) -> int:
@@ -157,10 +156,9 @@ class Sequence:
     @property
     def due_removal(self) -> Removal | None:
         """What must leave the context before anything more is computed."""
-        removal = self.window.next_removal
-        if removal is None or self.is_edit_pending or removal.at != self.num_computed_tokens:
+        if self.window.next_at != self.num_computed_tokens or self.is_edit_pending or not self.num_pending_tokens:
             return None
-        return removal if self.num_pending_tokens else None
+        return self.window.next_removal
 
     @property
     def num_pending_tokens(self) -> int:
