@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from hypothesis.stateful import RuleBasedStateMachine
 from pool_driver import BLOCK_BYTES, BLOCK_TOKENS, small_geometry
 
@@ -21,6 +22,7 @@ from remora.namespaces.commands import (
     OverQuota,
     Preempt,
     Quota,
+    Refused,
     Release,
     Released,
     SetQuota,
@@ -30,7 +32,7 @@ from remora.namespaces.effects import CopyBlocks, Effect, ZeroBlocks
 from remora.namespaces.hashing import chain_root, kv_fingerprint, next_hash, sharing_domain
 from remora.namespaces.journal import encode_record, read_journal
 from remora.namespaces.pool import PoolState, PoolStateConfig
-from remora.namespaces.sequence_commands import Edited
+from remora.namespaces.sequence_commands import Edited, NoRoom, SequenceCopy, SequenceRemove, SequenceShift
 from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
 
 NUM_EXTENTS = 5
@@ -270,6 +272,28 @@ class PoolWorld(RuleBasedStateMachine):
         self.write(client, target, fresh, len(table))
         target.blocks = table + list(fresh)
         client.running[target.admit.sequence_id] = target
+
+    def edit_one(
+        self, client: Client, name: str, kind: str, start: int, length: int, *, close_gap: bool, crash: str
+    ) -> None:
+        """Every token of the table counts as computed."""
+        running = client.running[name]
+        span = {"start": start, "end": max(start, 0) + length, "num_tokens": len(running.blocks) * BLOCK_TOKENS}
+        self.editing = (client, running, running)
+        if kind == "cp":
+            self.next_id += 1
+            copied = msgspec.structs.replace(running.admit, sequence_id=f"s{self.next_id}")
+            self.editing = (client, running, Running(copied, [], running.tokens, [], 0))
+            answer = self.call(client, SequenceCopy, crash, source_id=name, target_id=copied.sequence_id, **span)
+        elif kind == "rm":
+            answer = self.call(client, SequenceRemove, crash, sequence_id=name, close_gap=close_gap, **span)
+        else:
+            answer = self.call(client, SequenceShift, crash, sequence_id=name, delta=-length, **span)
+        if isinstance(answer, Refused):
+            # A shift may put tokens on each other; a sequence that was told to go, or still copies, takes no edit.
+            assert kind == "add" or running.preempted or running.sources
+        else:
+            assert isinstance(answer, Edited | NoRoom)
 
     def release_names(self, client: Client, names: list[str], crash: str) -> None:
         expected = len(names)

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pool_driver import BLOCK_TOKENS
-from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, Client, PoolWorld, Running, Spec
+from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, Client, PoolWorld, Spec
 
 from remora.namespaces.commands import (
     Admit,
@@ -38,11 +37,6 @@ from remora.namespaces.eviction import POLICY_NAMES
 from remora.namespaces.hashing import chain_hashes
 from remora.namespaces.pool import PoolState
 from remora.namespaces.sequence_commands import (
-    Edited,
-    NoRoom,
-    SequenceCopy,
-    SequenceRemove,
-    SequenceShift,
     Settle,
     Settled,
 )
@@ -178,26 +172,9 @@ class PoolMachine(PoolWorld):
     )  # fmt: skip
     @precondition(lambda self: any(c.running for c in self.clients))
     def edit(self, pick: int, start: int, length: int, kind: str, close_gap: bool, crash: str) -> None:
-        """Every token of the table counts as computed."""
         client = self.with_running(pick)
         name = sorted(client.running)[pick % len(client.running)]
-        running = client.running[name]
-        span = {"start": start, "end": max(start, 0) + length, "num_tokens": len(running.blocks) * BLOCK_TOKENS}
-        self.editing = (client, running, running)
-        if kind == "cp":
-            self.next_id += 1
-            copied = msgspec.structs.replace(running.admit, sequence_id=f"s{self.next_id}")
-            self.editing = (client, running, Running(copied, [], running.tokens, [], 0))
-            answer = self.call(client, SequenceCopy, crash, source_id=name, target_id=copied.sequence_id, **span)
-        elif kind == "rm":
-            answer = self.call(client, SequenceRemove, crash, sequence_id=name, close_gap=close_gap, **span)
-        else:
-            answer = self.call(client, SequenceShift, crash, sequence_id=name, delta=-length, **span)
-        if isinstance(answer, Refused):
-            # A shift may put tokens on each other; a sequence that was told to go, or still copies, takes no edit.
-            assert kind == "add" or running.preempted or running.sources
-        else:
-            assert isinstance(answer, Edited | NoRoom)
+        self.edit_one(client, name, kind, start, length, close_gap=close_gap, crash=crash)
 
     @rule(pick=PICK, crash=CRASH)
     @precondition(lambda self: any(r.sources for c in self.clients for r in c.running.values()))
