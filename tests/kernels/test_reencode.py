@@ -41,8 +41,15 @@ def filled(geometry: KVGeometry, seed: int = 0) -> Memory:
     return memory
 
 
-@pytest.mark.parametrize("source", [("bf16", "bf16"), ("int8", "int4"), ("int4", "fp32")])
-@pytest.mark.parametrize("target", [("int8", "int8"), ("int4", "int4"), ("bf16", "int8"), ("fp32", "bf16")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (("bf16", "bf16"), ("int8", "int4")),
+        (("int8", "int4"), ("int4", "int8")),
+        (("int4", "int8"), ("bf16", "bf16")),
+        (("fp32", "bf16"), ("bf16", "int4")),
+    ],
+)
 def test_native_blocks_have_the_bytes_of_the_reference(
     level: str, source: tuple[Precision, Precision], target: tuple[Precision, Precision]
 ) -> None:
