@@ -260,20 +260,19 @@ class RequestBook:
 
     def on_edited(self, sequence: Sequence, edited: Edited) -> None:
         """Moves what is left, and goes on with it."""
-        self._mover.move(edited.moves)
+        try:
+            self._mover.move(edited.moves)
+        except Exception as error:  # whatever it is, it concerns this sequence
+            _log.exception("the tokens of %s cannot be moved", sequence.sequence_id)
+            self.fail(sequence, error)
+            return
         self.link.settle(sequence)
-        removal = sequence.window.next_removal
-        assert removal is not None
-        sequence.take_edit(removal, edited.num_kept_blocks, edited.blocks)
-        self.counters.load_tokens -= removal.num_removed
+        self.counters.load_tokens -= sequence.take_edit(edited.num_kept_blocks, edited.blocks)
 
     def on_edit_refused(self, sequence: Sequence, reason: str) -> None:
         """Computes what is left anew."""
-        removal = sequence.window.next_removal
-        assert removal is not None
         _log.warning("%s: tokens behind an edit are computed anew: %s", sequence.sequence_id, reason)
-        sequence.take_out(removal, kv_kept=False)
-        self.counters.load_tokens -= removal.num_removed
+        self.counters.load_tokens -= sequence.take_out(kv_kept=False)
         self.has_preempted = True
         self._take_back(sequence)
 

@@ -252,27 +252,31 @@ class Sequence:
         self.blocks[self.num_blocks : end] = blocks
         self.num_blocks = end
 
-    def take_out(self, removal: Removal, *, kv_kept: bool) -> None:
-        """Tokens leave the log; the hashes of blocks that they touch are no more."""
+    def take_out(self, *, kv_kept: bool) -> int:
+        """The next tokens leave the log, and the hashes of blocks that they touch are no more. Returns how many."""
+        removal = self.window.next_removal
+        assert removal is not None
         start, end, num_tokens = removal.start, removal.end, self.num_tokens
         self.window.remove(removal, self.token_ids[: removal.at].tolist(), kv_kept=kv_kept)
         self.token_ids[start : num_tokens - removal.num_removed] = self.token_ids[end:num_tokens].copy()
         self.num_tokens -= removal.num_removed
         self.forget_hashes(start)
+        return removal.num_removed
 
     def forget_hashes(self, num_tokens: int) -> None:
         """Blocks that do not lie wholly within the first tokens have other hashes now."""
         del self.hashes[num_tokens // self.block_tokens :]
 
-    def take_edit(self, removal: Removal, num_kept_blocks: int, blocks: tuple[int, ...]) -> None:
-        """The pool has taken tokens out, and what is left lies in these blocks."""
+    def take_edit(self, num_kept_blocks: int, blocks: tuple[int, ...]) -> int:
+        """The pool has taken the next tokens out, and what is left lies in these blocks. Returns how many are gone."""
         self.is_edit_pending = False
         self.table_no += 1
-        self.take_out(removal, kv_kept=True)
-        self.num_computed_tokens -= removal.num_removed
+        num_removed = self.take_out(kv_kept=True)
+        self.num_computed_tokens -= num_removed
         self.num_published_blocks = min(self.num_published_blocks, len(self.hashes))
         self.num_blocks = num_kept_blocks
         self.add_blocks(blocks)
+        return num_removed
 
     def end_run(self) -> None:
         """Forgets the blocks; the log stays."""

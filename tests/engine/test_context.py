@@ -7,10 +7,12 @@ import pytest
 from engine_support import BLOCK_TOKENS, FakeModel, Harness, Output, expected_greedy, rolled
 from tiny_llama import LLAMA_GEOMETRY, tiny_llama
 
+from remora.kernels.mover import KVMover
 from remora.namespaces.commands import Refused
 from remora.namespaces.edits import ContextPlan, Edits, Removal, after_removal, chain_edits, recomputed
 from remora.namespaces.hashing import chain_hashes
 from remora.namespaces.sequence_commands import NoRoom, SequenceRemove
+from remora.platform.base.errors import KernelError
 
 
 def tokens_of(count: int, seed: int = 0) -> list[int]:
@@ -126,6 +128,21 @@ def test_a_roll_without_room_for_it_goes_on_with_what_is_left(answer: str) -> No
     assert output.token_ids == rolled(prompt, 30, limit=32, keep=8)[0]
     assert output.context is not None
     assert {edit.kind for edit in output.context.edits} == {"recomputed"}
+    harness.close()
+
+
+def test_bytes_that_cannot_be_moved_end_their_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_mover: KVMover, _moves: object) -> None:
+        raise KernelError("the arena is gone")
+
+    monkeypatch.setattr(KVMover, "move", fail)
+    harness = Harness()
+    ids = [harness.submit(tokens_of(20), max_tokens=20, context=plan) for plan in (None, roll(24, 4))]
+    harness.finish()
+    assert harness.outputs[ids[0], 0].token_ids == expected_greedy(tokens_of(20), 20)
+    assert harness.outputs[ids[1], 0].error == "KernelError"
+    harness.settle()
+    assert harness.num_referenced_blocks == 0
     harness.close()
 
 
