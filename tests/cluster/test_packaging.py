@@ -41,7 +41,7 @@ def sources() -> set[str]:
         f"remora/{path.relative_to(ROOT)}"
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
-        if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".yaml", ".html", ".css", ".js", ".svg") and "__pycache__" not in path.parts
     }
 
 
