@@ -105,6 +105,10 @@ class DurablePool:
         """How many of the first blocks of a chain can be found."""
         return self._state.find_blocks(namespace_id, fingerprint, hashes)
 
+    def overdue_leases(self) -> set[LeaseId]:
+        """Leases that did not switch to the new places of blocks in time."""
+        return self._state.overdue_leases(self._clock.now_s())
+
     def describe(self) -> PoolReport:
         return self._state.describe()
 

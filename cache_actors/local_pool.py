@@ -26,6 +26,8 @@ from remora.namespaces.commands import (
     AnyEvent,
     Attach,
     Attached,
+    Compact,
+    Compacted,
     LeaseLost,
     ProcessIdentity,
     Quota,
@@ -115,13 +117,30 @@ class LocalDevice:
         fingerprint: bytes,
         delivery: Delivery = "inline",
         seed: int = 0,
+        relocates: bool = False,
     ) -> LocalPool:
         """A port for one more engine. Raises ArenaError if the pool refuses it."""
-        return LocalPool(self, geometry, model_id=model_id, fingerprint=fingerprint, delivery=delivery, seed=seed)
+        return LocalPool(
+            self,
+            geometry,
+            model_id=model_id,
+            fingerprint=fingerprint,
+            delivery=delivery,
+            seed=seed,
+            relocates=relocates,
+        )
 
     def tick(self) -> None:
         """Lets parked admissions past their deadline be denied."""
         self.apply(Tick(lease_id=LeaseId("")))
+
+    def compact(self, namespace_id: NamespaceId) -> Compacted:
+        """One round of compaction. Raises ArenaError if refused."""
+        answer = self.apply(Compact(lease_id=LeaseId(""), namespace_id=namespace_id))
+        self.pass_on_events()
+        if not isinstance(answer, Compacted):
+            raise ArenaError(f"the local pool refused to compact {namespace_id}: {answer}")
+        return answer
 
     def revoke(self, port: LocalPool) -> None:
         """Ends a port's lease as if its process were gone."""
@@ -174,6 +193,7 @@ class LocalPool:
         fingerprint: bytes,
         delivery: Delivery = "inline",
         seed: int = 0,
+        relocates: bool = False,
     ) -> None:
         """Attaches; `seed` fixes the delays of threads. Raises ArenaError if the pool refuses."""
         self.device = device
@@ -197,6 +217,7 @@ class LocalPool:
                 geometry=geometry,
                 fingerprint=fingerprint,
                 process=ProcessIdentity(pid=os.getpid(), start_time_ticks=0, boot_id="local"),
+                relocates=relocates,
             )
         )
         if not isinstance(answer, Attached):
@@ -223,6 +244,7 @@ class LocalPool:
         clock: Clock | None = None,
         delivery: Delivery = "inline",
         seed: int = 0,
+        relocates: bool = False,
     ) -> LocalPool:
         """A device of its own with `num_blocks` blocks, for one model; `namespaces`: name → limit in blocks."""
         data_bytes = num_blocks * geometry.block_bytes
@@ -231,7 +253,12 @@ class LocalPool:
             limit_bytes = None if limit is None else limit * geometry.block_bytes
             device.set_quota(NamespaceId(name), ModelId(model_id), limit_bytes=limit_bytes)
         return device.attach(
-            geometry, model_id=ModelId(model_id), fingerprint=fingerprint, delivery=delivery, seed=seed
+            geometry,
+            model_id=ModelId(model_id),
+            fingerprint=fingerprint,
+            delivery=delivery,
+            seed=seed,
+            relocates=relocates,
         )
 
     # ---- port.PoolPort

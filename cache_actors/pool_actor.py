@@ -298,6 +298,10 @@ class PoolActor:
             try:
                 if self._pool.has_waiting():
                     self._commit([Tick(lease_id=POOL_LEASE)])
+                for lease_id in self._pool.overdue_leases():
+                    lease = self._pool.lease(lease_id)
+                    if lease is not None and not self._pool.is_fenced(lease):
+                        self._in_background(self.revoke(lease_id, "it does not switch to the new places of its blocks"))
                 is_idle = time.monotonic() - self._touched_s > _IDLE_S
                 if self._settings.debug and is_idle and not self._is_checked:
                     self._is_checked = True

@@ -99,10 +99,12 @@ class PoolClient:
         model_id: ModelId,
         geometry: KVGeometry,
         fingerprint: bytes,
+        relocates: bool = False,
         reserved_bytes: int = 0,
         on_lost: OnLost | None = None,
     ) -> PoolClient:
-        """Maps the arena and registers this process. `on_lost(reason)` is called on the loop.
+        """Maps the arena and registers this process. `on_lost(reason)` is called on the loop. `relocates`: whoever uses
+        the lease takes `Relocate` events; an engine does.
 
         Raises PoolError when the pool refuses (the reason says why), ArenaError when the pool could not start or its
         memory cannot be mapped.
@@ -122,6 +124,7 @@ class PoolClient:
             geometry=geometry,
             fingerprint=fingerprint,
             process=process_identity(),
+            relocates=relocates,
             reserved_bytes=reserved_bytes,
         )
         client = PoolClient(pool, binding, arena, attach, on_lost)

@@ -17,7 +17,7 @@ from remora.platform.base.errors import ConfigError
 from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, PoolId
 
 #: Changes whenever an old journal, snapshot or arena could not be read right any more.
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 #: Lease id of commands of the pool itself.
 POOL_LEASE = LeaseId("")
 

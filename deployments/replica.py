@@ -81,6 +81,7 @@ class ModelReplica:
             model_id=ModelId(model_name),
             geometry=self._model.geometry,
             fingerprint=self._model.fingerprint,
+            relocates=True,
             reserved_bytes=self._model.weights_bytes,
             on_lost=self._die,
         )

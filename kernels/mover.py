@@ -25,6 +25,13 @@ class KVMover:
         self._rope_inv_freq = rope_inv_freq
         self.can_move = rope_inv_freq is not None and len(memory.geometry.groups) == 1
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies a whole block, whatever its precision. Raises KernelError for a place outside the memory."""
+        size, data = self._memory.geometry.block_bytes, self._memory.data
+        if min(source, target) < 0 or (max(source, target) + 1) * size > len(data):
+            raise KernelError(f"block {source} or {target} of {size} bytes is outside the memory")
+        data[target * size : (target + 1) * size] = data[source * size : (source + 1) * size]
+
     def move(self, moves: Sequence[Move]) -> None:
         """Does the moves; they may be repeated. Raises KernelError for a place outside the memory, before any byte."""
         if not moves:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from remora.namespaces.commands import Admit, Admitted, OverQuota, Refused, Wait
 from remora.namespaces.fair_share import fair_shares
+from remora.namespaces.gathering import make_room
 from remora.namespaces.leases import Lease
 from remora.namespaces.placement import Shortage
 from remora.namespaces.pool_parts import PoolParts
@@ -50,6 +51,7 @@ class Admission:
             if self._is_hopeless(lease, admit, namespace):
                 return self._over_quota(lease, admit, namespace, _HOPELESS)
             if answer.kind == "memory":
+                self._make_room(parked, answer, entitled)
                 parts.room.blocked = "borrowed" if entitled is None else "guaranteed"
             if entitled is not None:
                 self._revoke(lease, namespace, answer, entitled)
@@ -105,7 +107,7 @@ class Admission:
         """Whether the request would lack memory even if everything that runs ended: the rest is guaranteed to others
         and holds their cache. Asked after a try has failed."""
         parts = self.parts
-        if not parts.ledger.num_referenced:
+        if not parts.ledger.num_referenced and not parts.relocations.moves:
             return True
         spaces = iter(parts.extents.spaces.values())
         return admit.num_blocks > parts.book.obtainable_blocks(namespace, lease.space, spaces)
@@ -179,6 +181,15 @@ class Admission:
             evicted_blocks=plan.num_evicted(),
             borrowed_bytes=namespace.borrowed_bytes,
         )
+
+    def _make_room(self, parked: Parked, shortage: Shortage, entitled: Namespace | None) -> None:
+        """Has other geometries gather their blocks: for this request, or, within a guarantee, for all that wait in its
+        line, as far as the guarantee goes."""
+        size, num_blocks = parked.lease.space.block_bytes, shortage.num_missing
+        if entitled is not None:
+            spare = (entitled.guaranteed_bytes - entitled.tree_used_bytes) // size
+            num_blocks = max(num_blocks, min(spare, self.parts.room.waiting_bytes(parked.namespace) // size))
+        make_room(self.parts, parked.namespace, parked.lease.space, num_blocks)
 
     def _revoke(self, lease: Lease, namespace: Namespace, shortage: Shortage, entitled: Namespace) -> None:
         """A namespace within a guarantee lacks memory that borrowers use: they are told to give it back."""
@@ -262,6 +273,8 @@ class Admission:
                 lease.tell_granted(answer)
                 return "granted"
             if not self._is_hopeless(lease, admit, namespace):
+                if answer.kind == "memory":
+                    self._make_room(parked, answer, entitled)
                 if entitled is not None:
                     self._revoke(lease, namespace, answer, entitled)
                 return answer.kind

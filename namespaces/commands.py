@@ -11,7 +11,7 @@ command and the time.
 
 (and llama.cpp's operations on sequences: namespaces/sequence_commands.py)
 
-Events (`Granted`, `Preempt`) reach a lease through `PoolState.events_after`.
+Events (`Granted`, `Preempt`, `Relocate`) reach a lease through `PoolState.events_after`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Attach(Command, frozen=True, kw_only=True, tag=True):
     #: Geometry + weights + adapter + tokenizer (namespaces/hashing.py: kv_fingerprint).
     fingerprint: bytes
     process: ProcessIdentity
+    #: Whether it takes `Relocate` events and acknowledges them; else its blocks stay where they are while it uses them.
+    relocates: bool = False
     #: Device memory besides KV that the process will hold; refused if it does not fit the ledger.
     reserved_bytes: int = 0
 
@@ -97,6 +99,12 @@ class Release(Command, frozen=True, kw_only=True, tag=True):
     """
 
     sequence_ids: tuple[SequenceId, ...]
+
+
+class Relocated(Command, frozen=True, kw_only=True, tag=True):
+    """Everything that `Relocate` events up to this number said is done: no table of the lease names an old place."""
+
+    event_no: int
 
 
 class Detach(Command, frozen=True, kw_only=True, tag=True):
@@ -265,6 +273,7 @@ AnyCommand = (
     | Extend
     | Publish
     | Release
+    | Relocated
     | Detach
     | LeaseLost
     | SetQuota
@@ -307,4 +316,21 @@ class Preempt(Event, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-AnyEvent = Granted | Denied | Preempt
+class RelocateItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Entry `position` of the sequence's table comes to name another block; nothing to do if it is not the old one."""
+
+    sequence_id: SequenceId
+    position: int
+    old_block: int
+    new_block: int
+    #: The lease has to copy the bytes first, whole.
+    copy: bool
+
+
+class Relocate(Event, frozen=True, kw_only=True, tag=True):
+    """Blocks of the lease's tables lie elsewhere: switch between two steps, then say `Relocated`."""
+
+    items: tuple[RelocateItem, ...]
+
+
+AnyEvent = Granted | Denied | Preempt | Relocate

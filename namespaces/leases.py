@@ -21,6 +21,8 @@ from remora.namespaces.commands import (
     OverQuota,
     Preempt,
     Refused,
+    Relocate,
+    RelocateItem,
 )
 from remora.namespaces.extents import GeometrySpace
 from remora.platform.base.errors import IntegrityError, StaleLease
@@ -44,7 +46,7 @@ class Lease:
     """One replica's registration; LeaseBook owns it."""
 
     __slots__ = ("answers", "attach", "attached", "events", "finished", "last_call_no", "next_event_no", "parked",
-                 "sequences", "space")  # fmt: skip
+                 "relocations", "sequences", "space")  # fmt: skip
 
     def __init__(self, attach: Attach, attached: Attached, space: GeometrySpace) -> None:
         self.attach = attach
@@ -57,6 +59,8 @@ class Lease:
         self.sequences: dict[SequenceId, Sequence] = {}
         self.parked: dict[SequenceId, Parked] = {}
         self.finished: dict[SequenceId, None] = {}
+        #: Numbers of `Relocate` events that it has not acknowledged.
+        self.relocations: set[int] = set()
 
     def record(self, call_no: int, answer: AnyAnswer) -> None:
         """The call has taken effect with this answer."""
@@ -83,6 +87,13 @@ class Lease:
     def tell_preempt(self, sequence_id: SequenceId, reason: str) -> None:
         self._tell(Preempt(event_no=self.next_event_no, sequence_id=sequence_id, reason=reason))
 
+    def tell_relocate(self, items: tuple[RelocateItem, ...]) -> int:
+        """Returns the number of the event."""
+        event_no = self.next_event_no
+        self.relocations.add(event_no)
+        self._tell(Relocate(event_no=event_no, items=items))
+        return event_no
+
     def _tell(self, event: AnyEvent) -> None:
         """Appends; the oldest events go once the lease itself has finished with their sequence."""
         self.next_event_no += 1
@@ -90,8 +101,11 @@ class Lease:
         while len(self.events) > MIN_KEPT_EVENTS:
             oldest = self.events[0]
             if len(self.events) <= MAX_KEPT_EVENTS:
-                if isinstance(oldest, Denied):
+                if isinstance(oldest, Denied) or oldest.event_no in self.relocations:
                     break
+                if isinstance(oldest, Relocate):
+                    self.events.popleft()
+                    continue
                 id_ = oldest.admitted.sequence_id if isinstance(oldest, Granted) else oldest.sequence_id
                 if id_ in self.sequences:
                     break

@@ -33,6 +33,8 @@ from remora.namespaces.commands import (
     Publish,
     Quota,
     Release,
+    Relocate,
+    Relocated,
     Seal,
     SetQuota,
     Tick,
@@ -125,6 +127,7 @@ class LoadSimulation:
         self._call(
             number, Attach, replica_id=ReplicaId(group.name), model_id=model, geometry=_geometry(group.num_layers),
             fingerprint=group.name.encode(), process=ProcessIdentity(pid=1, start_time_ticks=0, boot_id=""),
+            relocates=True,
         )  # fmt: skip
         for start_s, _ in group.active_s:
             for _ in range(group.num_clients):
@@ -245,8 +248,18 @@ class LoadSimulation:
                     case Denied(over_quota=over_quota):
                         self._fail(self._runs[over_quota.sequence_id])
                     case Preempt(sequence_id=sequence_id) if sequence_id in self._runs:
-                        boundary_s = (self.now_s + _MESSAGE_S) // self._step_s * self._step_s + self._step_s
-                        self._at(boundary_s, self._preempt, self._runs[sequence_id])
+                        self._at(self._next_boundary_s(), self._preempt, self._runs[sequence_id])
+                    case Relocate(event_no=event_no):
+                        self._at(self._next_boundary_s(), self._switch, (number, event_no))
+
+    def _next_boundary_s(self) -> float:
+        """When an engine that is told something now has heard it and ends its step."""
+        return (self.now_s + _MESSAGE_S) // self._step_s * self._step_s + self._step_s
+
+    def _switch(self, told: tuple[int, int]) -> None:
+        number, event_no = told
+        self._call(number, Relocated, event_no=event_no)
+        self._hear()
 
     # ---- the pool
 

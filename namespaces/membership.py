@@ -84,7 +84,7 @@ class Membership:
     def detach(self, lease: Lease, command: Detach, now_s: float) -> Detached:
         """Ends a lease in peace."""
         answer = Detached()
-        self._end(lease)
+        self._end(lease, now_s)
         self.parts.leases.end(lease, command.call_no, answer)
         self.admission.pump(now_s)
         return answer
@@ -93,16 +93,17 @@ class Membership:
         """The process of the lease is gone; saying it twice is harmless."""
         lease = self.parts.leases.leases.get(command.lease_id)
         if lease is not None:
-            self._end(lease)
+            self._end(lease, now_s)
             self.parts.leases.end(lease)
             self.admission.pump(now_s)
         return Done()
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: Lease, now_s: float) -> None:
         for parked in list(lease.parked.values()):
             self.admission.withdraw(parked)
         for sequence in list(lease.sequences.values()):
             self.parts.finish(lease, sequence)
+        self.parts.relocations.forget(lease.attach.lease_id, now_s)
         self._next_generation(lease.attached.lease_slot)
 
     def set_quota(self, command: SetQuota, now_s: float) -> QuotaSet | Refused:

@@ -100,13 +100,13 @@ class Placement:
             self.extents.lease(extent, space)
 
     def vacate(self, extent: Extent, kept: set[int]) -> int:
-        """Moves the blocks of an extent, none of which is referenced, to extents of their geometry other than those.
-        Returns how many. Raises IntegrityError when there is no room."""
+        """Moves the unreferenced blocks of an extent to extents of their geometry other than those. Returns how many.
+        Raises IntegrityError when there is no room."""
         space = extent.space
         if space is None:
             raise IntegrityError(f"extent {extent.index} belongs to no geometry")
         pairs: list[tuple[int, int]] = []
-        for block in sorted(extent.blocks.values(), key=lambda each: each.index):
+        for block in sorted((b for b in extent.blocks.values() if not b.refs), key=lambda each: each.index):
             place = space.take_outside(kept | {extent.index})
             if place is None:
                 raise IntegrityError(f"no room was planned for the blocks of extent {extent.index}")
@@ -114,6 +114,14 @@ class Placement:
             self.ledger.relocate(block, *place)
         self.ledger.copy(space, pairs)
         return len(pairs)
+
+    def give_up(self, namespace: Namespace, space: GeometrySpace, other: GeometrySpace, count: int) -> bool:
+        """Evicts cached blocks of another geometry that the namespace can claim for its own; so many, or none."""
+        sketch = _Sketch(self, namespace, space, 0)
+        if not sketch.spare_blocks(other, count):
+            return False
+        self.apply(sketch.plan, space)
+        return True
 
     def trim(self, namespace: Namespace, target_bytes: int) -> int:
         """Evicts cached blocks until the namespace with all below it holds no more than that, as far as they go: its
@@ -343,14 +351,14 @@ class _Sketch:
                 if spare <= 0 or self.missing <= 0:
                     break
                 needed = left[extent] - (free - (extent.num_blocks - left[extent]))
-                if needed > 0 and not self._spare_blocks(space, needed):
+                if needed > 0 and not self.spare_blocks(space, needed):
                     break
                 self.plan.vacated.append(extent)
                 self._lease(extent)
                 free -= extent.num_blocks - max(0, needed)
                 spare -= 1
 
-    def _spare_blocks(self, space: GeometrySpace, count: int) -> bool:
+    def spare_blocks(self, space: GeometrySpace, count: int) -> bool:
         """Plans to evict cached blocks of another geometry that the asker can claim, all or none."""
         chosen: list[tuple[Holding, int]] = []
         for holding in self.book.holdings():

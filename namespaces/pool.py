@@ -31,6 +31,7 @@ from remora.namespaces.commands import (
     Publish,
     Release,
     Released,
+    Relocated,
     SetQuota,
     Tick,
     Trim,
@@ -102,7 +103,10 @@ class PoolState:
                 return answer
 
     def _call(
-        self, lease: Lease, command: Admit | Extend | Publish | Release | Detach | SequenceCommand, now_s: float
+        self,
+        lease: Lease,
+        command: Admit | Extend | Publish | Release | Relocated | Detach | SequenceCommand,
+        now_s: float,
     ) -> AnyAnswer:
         """The lease's next call."""
         match command:
@@ -117,6 +121,10 @@ class PoolState:
                 return self._growth.publish(lease, command)
             case Release():
                 return self._release(lease, command, now_s)
+            case Relocated(event_no=event_no):
+                if self._parts.relocations.acknowledge(lease, event_no, now_s):
+                    self._admission.pump(now_s)
+                return Done()
             case Detach():
                 return self._membership.detach(lease, command, now_s)
             case _:
@@ -148,6 +156,10 @@ class PoolState:
         """The lease's events with higher numbers. Raises StaleLease when the lease is not live."""
         return self._parts.leases.events_after(lease_id, event_no)
 
+    def overdue_leases(self, now_s: float) -> set[LeaseId]:
+        """Leases that have not switched to the new places of moved blocks in time: they are to be taken away."""
+        return self._parts.relocations.overdue(now_s)
+
     def generation_words(self) -> tuple[int, ...]:
         """What every generation word of the arena's header must hold, by slot."""
         return tuple(self._parts.leases.generations)
@@ -171,7 +183,7 @@ class PoolState:
         """Raises IntegrityError with the invariant that does not hold. Looks at everything, so only when idle."""
         parts = self._parts
         parts.check_integrity()
-        if len(parts.room) and not parts.ledger.num_referenced:
+        if len(parts.room) and not parts.ledger.num_referenced and not parts.relocations.moves:
             raise IntegrityError("admissions wait although nothing is referenced")
 
     def snapshot(self) -> bytes:

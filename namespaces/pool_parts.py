@@ -13,6 +13,7 @@ from remora.namespaces.leases import Lease, LeaseBook
 from remora.namespaces.placement import Placement
 from remora.namespaces.prefix_index import PrefixIndex, Realm, RealmKey
 from remora.namespaces.quotas import Namespace, QuotaBook
+from remora.namespaces.relocation import Relocations
 from remora.namespaces.sequences import RunningTable, Sequence
 from remora.namespaces.waiting import WaitingRoom
 from remora.platform.base.errors import ConfigError, IntegrityError
@@ -88,6 +89,7 @@ class PoolParts:
         self.leases = LeaseBook(config.max_leases)
         self.running = RunningTable()
         self.room = WaitingRoom()
+        self.relocations = Relocations(self.ledger, self.leases, self.running)
         self.sessions = SessionEpochs()
         #: Time of the last command.
         self.now_s = 0.0
@@ -131,7 +133,8 @@ class PoolParts:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when any two parts disagree."""
-        for part in (self.extents, self.book, self.index, self.ledger, self.leases, self.running, self.room):
+        for part in (self.extents, self.book, self.index, self.ledger, self.leases, self.running, self.room,
+                     self.relocations):  # fmt: skip
             part.check_integrity()
         for namespace in self.book.namespaces.values():
             above_limit = namespace.tree_held_bytes > namespace.quota.limit_bytes

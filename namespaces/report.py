@@ -54,6 +54,8 @@ class GeometryReport(msgspec.Struct, frozen=True, kw_only=True):
     num_empty_extents: int
     num_used_blocks: int
     num_free_blocks: int
+    #: Of the used ones, those that are the other place of a block on the move.
+    num_moving_blocks: int = 0
 
 
 class LeaseReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +183,7 @@ def describe_pool(parts: PoolParts) -> PoolReport:
             num_empty_extents=len(space.empty_extents()),
             num_used_blocks=space.num_used,
             num_free_blocks=space.num_free,
+            num_moving_blocks=parts.relocations.num_moving(space),
         )
         for space in parts.extents.spaces.values()
     )

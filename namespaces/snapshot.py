@@ -17,12 +17,13 @@ from remora.namespaces.leases import Lease
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
 from remora.namespaces.positions import Runs
 from remora.namespaces.prefix_index import RealmKey
+from remora.namespaces.relocation import Place, Relocation
 from remora.namespaces.sequences import Claim, Sequence
 from remora.namespaces.waiting import Blocked, Parked
 from remora.platform.base.errors import JournalError
 from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
 
-_MAGIC = b"remora-pool-snapshot-5\n"
+_MAGIC = b"remora-pool-snapshot-6\n"
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +88,19 @@ class _Lease(_Record, frozen=True, array_like=True):
     next_event_no: int
     finished: list[SequenceId]
     sequences: list[_Sequence]
+    relocations: list[int]
+
+
+class _Relocation(_Record, frozen=True, array_like=True):
+    space_order: int
+    #: -1: the block is gone.
+    block: int
+    other: int
+    started_s: float
+    waiting: dict[LeaseId, int]
+    #: Of a private block that is still there: sequence and position.
+    admitted_no: int = -1
+    position: int = -1
 
 
 class _Pool(_Record, frozen=True, array_like=True):
@@ -107,6 +121,8 @@ class _Pool(_Record, frozen=True, array_like=True):
     blocked: Blocked
     sessions: list[tuple[SessionId, Epoch]]
     session_tails: dict[SessionId, tuple[RealmKey, BlockHash]]
+    relocations: list[_Relocation]
+    gathered_s: float
     now_s: float
 
 
@@ -168,6 +184,8 @@ def _freeze(parts: PoolParts) -> _Pool:
         blocked=parts.room.blocked,
         sessions=list(parts.sessions.highest.items()),
         session_tails=parts.sessions.tails,
+        relocations=[_freeze_relocation(move) for move in parts.relocations.moves],
+        gathered_s=parts.relocations.gathered_s,
         now_s=parts.now_s,
     )  # fmt: skip
 
@@ -187,6 +205,17 @@ def _freeze_blocks(space: GeometrySpace, realm_nos: dict[RealmKey, int]) -> list
     return sorted(records, key=lambda record: record.index)
 
 
+def _freeze_relocation(move: Relocation) -> _Relocation:
+    block, place = move.block, move.place
+    is_there = block is not None and block.extent.blocks.get(block.index) is block
+    space_order = move.extent.space.order if move.extent.space is not None else -1
+    waiting = dict(sorted(move.waiting.items()))
+    frozen = _Relocation(space_order, block.index if block and is_there else -1, move.index, move.started_s, waiting)
+    if place is None or block is None or not place.holds(block):
+        return frozen
+    return msgspec.structs.replace(frozen, admitted_no=place.sequence.admitted_no, position=place.position)
+
+
 def _freeze_lease(lease: Lease) -> _Lease:
     sequences = [
         _Sequence(
@@ -198,7 +227,7 @@ def _freeze_lease(lease: Lease) -> _Lease:
     ]  # fmt: skip
     return _Lease(
         lease.attach, lease.attached, lease.last_call_no, lease.answers, list(lease.events), lease.next_event_no,
-        list(lease.finished), sequences,
+        list(lease.finished), sequences, sorted(lease.relocations),
     )  # fmt: skip
 
 
@@ -264,6 +293,18 @@ def _thaw(pool: _Pool) -> PoolParts:
     running = [sequence for record in pool.leases for sequence in _thaw_lease(parts, record, blocks)]
     for sequence in sorted(running, key=lambda sequence: sequence.admitted_no):
         parts.running.add(sequence)
+    for moved in pool.relocations:
+        space = spaces[moved.space_order]
+        extent = parts.extents.extents[moved.other * space.block_bytes // pool.config.extent_bytes]
+        extent.free_mask &= ~(1 << (moved.other - extent.first_block))
+        space.reserve(extent, moved.other)
+        user = parts.running.sequences.get(moved.admitted_no)
+        parts.relocations.moves.append(
+            Relocation(
+                blocks[moved.space_order].get(moved.block), extent, moved.other, moved.started_s, dict(moved.waiting),
+                Place(user, moved.position) if user is not None else None,
+            )
+        )  # fmt: skip
     parts.leases.ended = {lease_id: (call_no, answer) for lease_id, call_no, answer in pool.ended}
     parts.leases.generations = list(pool.generations)
     for order_no, admit, passed_bytes in pool.parked:
@@ -274,6 +315,7 @@ def _thaw(pool: _Pool) -> PoolParts:
     parts.room.blocked = pool.blocked
     parts.sessions.highest.update(pool.sessions)
     parts.sessions.tails.update(pool.session_tails)
+    parts.relocations.gathered_s = pool.gathered_s
     parts.now_s = pool.now_s
     return parts
 
@@ -287,6 +329,7 @@ def _thaw_lease(parts: PoolParts, record: _Lease, blocks: list[dict[int, Block]]
     lease.events.extend(record.events)
     lease.next_event_no = record.next_event_no
     lease.finished = dict.fromkeys(record.finished)
+    lease.relocations = set(record.relocations)
     parts.leases.leases[record.attach.lease_id] = lease
     own = blocks[space.order]
     for item in record.sequences:

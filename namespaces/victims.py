@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from remora.namespaces.blocks import Block
-from remora.namespaces.extents import Extent, GeometrySpace
+from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.placement import Shortage
 from remora.namespaces.quotas import Namespace
 from remora.namespaces.sequences import Sequence
@@ -116,7 +116,7 @@ class _Estimate:
         self.account = account
         self.num_freed = 0
         self._dropped: dict[Block, int] = {}
-        self._left_in_extent: dict[Extent, int] = {}
+        self._free_elsewhere: dict[GeometrySpace, int] = {}
         #: Bytes that each account can still lose before it is down to its guarantee. Its cache is gone by then.
         self._excess: dict[Namespace, int] = {}
 
@@ -127,18 +127,22 @@ class _Estimate:
                 self._count(block)
 
     def _count(self, block: Block) -> None:
-        owner = block.holding.namespace
+        owner, space = block.holding.namespace, block.holding.space
         if self.account is not None:
             self.num_freed += self.account.contains(owner)
-        elif block.holding.space is self.space:
-            spare = True
-            for account in owner.accounts_against(self.namespace):
-                left = self._excess.get(account, account.tree_used_bytes - account.guaranteed_bytes)
-                self._excess[account] = left - self.space.block_bytes
-                spare = spare and left > 0
-            self.num_freed += spare or block.block_hash is None
-        else:
-            left = self._left_in_extent.get(block.extent, block.extent.num_referenced) - 1
-            self._left_in_extent[block.extent] = left
-            if not left:
-                self.num_freed += self.space.blocks_in(block.extent)
+            return
+        spare = True
+        for account in owner.accounts_against(self.namespace):
+            left = self._excess.get(account, account.tree_used_bytes - account.guaranteed_bytes)
+            self._excess[account] = left - space.block_bytes
+            spare = spare and left > 0
+        if not spare and block.block_hash is not None:
+            return
+        if space is self.space:
+            self.num_freed += 1
+            return
+        # What is free of another geometry is gathered, and helps in whole extents (namespaces/gathering.py).
+        before = self._free_elsewhere.get(space, space.num_free)
+        self._free_elsewhere[space] = before + 1
+        per_extent = space.min_extent_blocks
+        self.num_freed += ((before + 1) // per_extent - before // per_extent) * self.space.min_extent_blocks

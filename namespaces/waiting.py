@@ -63,6 +63,10 @@ class WaitingRoom:
     def waiting_in(self, namespace: Namespace) -> int:
         return len(self._queues.get(namespace.namespace_id, ()))
 
+    def waiting_bytes(self, namespace: Namespace) -> int:
+        """What all in a namespace's line ask for."""
+        return sum(parked.num_bytes for parked in self._queues.get(namespace.namespace_id, {}).values())
+
     def has_line(self, namespace: Namespace) -> bool:
         return namespace.namespace_id in self._queues
 

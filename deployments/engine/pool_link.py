@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+from collections import deque
 from collections.abc import Iterable
 from typing import Protocol, assert_never
 
@@ -22,6 +23,7 @@ from remora.namespaces.commands import (
     AnyAnswer,
     AnyEvent,
     Denied,
+    Done,
     Extend,
     Extended,
     ExtendItem,
@@ -33,6 +35,8 @@ from remora.namespaces.commands import (
     Refused,
     Release,
     Released,
+    Relocate,
+    Relocated,
     Seal,
     Wait,
 )
@@ -64,6 +68,10 @@ class PoolListener(Protocol):
 
     def on_edit_refused(self, sequence: Sequence, reason: str) -> None: ...
 
+    def copy_block(self, source: int, target: int) -> None:
+        """A block that only this engine writes comes to lie elsewhere."""
+        ...
+
     def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
         """The pool refused a command of this sequence as wrong; it cannot go on."""
         ...
@@ -89,6 +97,8 @@ class PoolLink:
         self._seals: list[Seal] = []
         self._released: list[SequenceId] = []
         self._last_publish_s = -1e9
+        #: Not done yet, in order.
+        self._relocations: deque[Relocate] = deque()
         self.num_published_blocks = 0
 
     # ---- commands
@@ -208,8 +218,11 @@ class PoolLink:
                 pass
             case Refused():
                 self._refused(command, answer)
+            case Done() if isinstance(command, Relocated):
+                pass
             case _:
                 raise IntegrityError(f"the pool answered {type(command).__name__} with {type(answer).__name__}")
+        self._relocate()
 
     def handle_event(self, event: AnyEvent) -> None:
         match event:
@@ -220,8 +233,26 @@ class PoolLink:
             case Preempt(sequence_id=sequence_id, reason=reason):
                 if (sequence := self._by_id.get(sequence_id)) is not None:
                     self._listener.on_preempted(sequence, reason)
+            case Relocate():
+                self._relocations.append(event)
             case _:
                 assert_never(event)
+        self._relocate()
+
+    def _relocate(self) -> None:
+        """Switches to new places of blocks, as soon as the tables they speak of are those that the pool has seen."""
+        while self._relocations:
+            event = self._relocations[0]
+            known = [(item, self._by_id.get(item.sequence_id)) for item in event.items]
+            if any(sequence is not None and not _has_answers(sequence, item.position) for item, sequence in known):
+                return  # an answer is on its way that this event came after
+            self._relocations.popleft()
+            for item, sequence in known:
+                if sequence is not None and sequence.names(item.position, item.old_block):
+                    if item.copy:
+                        self._listener.copy_block(item.old_block, item.new_block)
+                    sequence.switch_block(item.position, item.new_block)
+            self._port.send(Relocated(lease_id=_NO_LEASE, event_no=event.event_no))
 
     def _admitted(self, admitted: Admitted) -> None:
         sequence = self._by_id.get(admitted.sequence_id)
@@ -288,3 +319,10 @@ class PoolLink:
     def num_known(self) -> int:
         """Sequences that the pool knows or was asked for."""
         return len(self._by_id)
+
+
+def _has_answers(sequence: Sequence, position: int) -> bool:
+    """Whether the table is as the pool had it when it spoke of this position, or has changed since."""
+    if sequence.phase is not Phase.RUNNING or sequence.is_edit_pending:
+        return False
+    return position < sequence.num_blocks or not sequence.is_extend_pending

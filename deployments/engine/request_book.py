@@ -269,6 +269,10 @@ class RequestBook:
         self.link.settle(sequence)
         self.counters.load_tokens -= sequence.take_edit(edited.num_kept_blocks, edited.blocks)
 
+    def copy_block(self, source: int, target: int) -> None:
+        """A block of a running sequence comes to lie elsewhere."""
+        self._mover.copy_block(source, target)
+
     def on_edit_refused(self, sequence: Sequence, reason: str) -> None:
         """Computes what is left anew."""
         _log.warning("%s: tokens behind an edit are computed anew: %s", sequence.sequence_id, reason)

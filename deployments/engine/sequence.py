@@ -252,6 +252,15 @@ class Sequence:
         self.blocks[self.num_blocks : end] = blocks
         self.num_blocks = end
 
+    def names(self, position: int, block: int) -> bool:
+        """Whether the table names the block at that position."""
+        return position < self.num_blocks and self.blocks[position] == block
+
+    def switch_block(self, position: int, block: int) -> None:
+        """What lay in one block lies in another now."""
+        self.blocks[position] = block
+        self.table_no += 1
+
     def take_out(self, *, kv_kept: bool) -> int:
         """The next tokens leave the log, and the hashes of blocks that they touch are no more. Returns how many."""
         removal = self.window.next_removal

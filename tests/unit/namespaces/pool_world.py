@@ -25,6 +25,7 @@ from remora.namespaces.commands import (
     Refused,
     Release,
     Released,
+    Relocate,
     SetQuota,
     Wait,
 )
@@ -91,6 +92,9 @@ class Client:
     running: dict[str, Running] = field(default_factory=dict)
     waiting: dict[str, Admit] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
+    #: Heard and not done yet; and the last that was done.
+    relocations: list[Relocate] = field(default_factory=list)
+    relocated_no: int = 0
 
 
 class PoolWorld(RuleBasedStateMachine):
@@ -164,7 +168,23 @@ class PoolWorld(RuleBasedStateMachine):
                     for old, new in zip(*(units(block, effect.block_bytes) for block in pair), strict=True):
                         self.shadow[new] = self.shadow[old]
 
+    def switch(self, client: Client) -> None:
+        """Does what it was told about blocks that moved, as a replica does before it says anything more."""
+        size = GEOMETRIES[client.model].block_bytes
+        for event in client.relocations:
+            client.relocated_no = event.event_no
+            for item in event.items:
+                running = client.running.get(item.sequence_id)
+                if running is None or running.blocks[item.position : item.position + 1] != [item.old_block]:
+                    continue
+                if item.copy:
+                    for old, new in zip(units(item.old_block, size), units(item.new_block, size), strict=True):
+                        self.shadow[new] = self.shadow[old]
+                running.blocks[item.position] = item.new_block
+        client.relocations.clear()
+
     def call(self, client: Client, kind: Any, crash: str = "", **fields: Any) -> Any:
+        self.switch(client)
         client.call_no += 1
         command = kind(lease_id=client.lease_id, call_no=client.call_no, **fields)
         answer = self.apply(command, crash)
@@ -188,6 +208,8 @@ class PoolWorld(RuleBasedStateMachine):
                         # The answer to the very call that caused it may not have been taken in yet.
                         if sequence_id in client.running:
                             client.running[sequence_id].preempted = True
+                    case Relocate():
+                        client.relocations.append(event)
 
     def started(self, client: Client, admit: Admit, admitted: Admitted) -> None:
         tokens = self.prompts[admit.sequence_id]
@@ -238,6 +260,7 @@ class PoolWorld(RuleBasedStateMachine):
         return chain_root(FINGERPRINTS[spec.model], spec.domain(namespace))
 
     def call_admit(self, client: Client, crash: str, **fields: Any) -> AnyAnswer:
+        self.switch(client)
         client.call_no += 1
         command = Admit(lease_id=client.lease_id, call_no=client.call_no, **fields)
         client.waiting[command.sequence_id] = command  # events of the same command may speak of it

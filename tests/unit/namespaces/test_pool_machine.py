@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pool_driver import BLOCK_TOKENS
-from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, Client, PoolWorld, Spec
+from pool_rules import CRASH, PICK, PoolRules
+from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, Client, Spec
 
 from remora.namespaces.commands import (
     Admit,
@@ -40,10 +41,10 @@ from remora.namespaces.sequence_commands import (
     Settle,
     Settled,
 )
-from remora.platform.base.ids import BlockHash, Epoch, LeaseId, NamespaceId, SessionId
+from remora.platform.base.ids import Epoch, LeaseId, NamespaceId, SessionId
 
 
-class PoolMachine(PoolWorld):
+class PoolMachine(PoolRules):
     @initialize(eviction=st.sampled_from(POLICY_NAMES))
     def start(self, eviction: str) -> None:
         self.begin(eviction)
@@ -54,12 +55,9 @@ class PoolMachine(PoolWorld):
 
     # ---- rules ----------------------------------------------------------------------------------------------------
 
-    CRASH = st.sampled_from(["", "", "", "", "whole", "torn"])
-    PICK = st.integers(0, 1000)
-
-    @rule(model=st.sampled_from(["m1", "m1", "m2", "m3"]), crash=CRASH)
+    @rule(model=st.sampled_from(["m1", "m1", "m2", "m3"]), relocates=st.sampled_from([True, True, False]), crash=CRASH)
     @precondition(lambda self: len(self.clients) < 5)
-    def attach(self, model: str, crash: str = "") -> None:
+    def attach(self, model: str, relocates: bool = True, crash: str = "") -> None:
         self.next_id += 1
         client = Client(LeaseId(f"lease-{self.next_id}"), model)
         attach = Attach(
@@ -70,6 +68,7 @@ class PoolMachine(PoolWorld):
             geometry=GEOMETRIES[model],
             fingerprint=FINGERPRINTS[model],
             process=ProcessIdentity(pid=self.next_id, start_time_ticks=0, boot_id="b"),
+            relocates=relocates,
         )
         answer = self.apply(attach, crash)
         assert isinstance(answer, Attached) == (len(self.clients) < 4)
@@ -191,39 +190,6 @@ class PoolMachine(PoolWorld):
             if names:
                 self.release_names(client, names, crash)
 
-    @rule(pick=PICK, back=st.integers(1, 5))
-    @precondition(lambda self: self.clients)
-    def repeat_a_call(self, pick: int, back: int) -> None:
-        client = self.clients[pick % len(self.clients)]
-        command, answer = client.calls[-min(back, len(client.calls))]
-        before = self.state.snapshot()
-        assert self.apply(command) == answer
-        assert self.state.snapshot() == before
-
-    @rule(pick=PICK, ahead=st.integers(2, 5))
-    @precondition(lambda self: self.clients)
-    def skip_ahead(self, pick: int, ahead: int) -> None:
-        client = self.clients[pick % len(self.clients)]
-        before = self.state.snapshot()
-        names = tuple(client.running)
-        answer = self.apply(Release(lease_id=client.lease_id, call_no=client.call_no + ahead, sequence_ids=names))
-        assert isinstance(answer, Refused)
-        assert answer.error == "CallOrder"
-        assert self.state.snapshot() == before
-
-    @rule(pick=PICK)
-    @precondition(lambda self: any(c.finished for c in self.clients))
-    def call_late(self, pick: int) -> None:
-        """Calls about finished sequences change no block."""
-        able = [c for c in self.clients if c.finished]
-        client = able[pick % len(able)]
-        name = client.finished[pick % len(client.finished)]
-        before = self.state.describe()
-        self.call(client, Publish, seals=(Seal(sequence_id=name, position=0, block_hash=BlockHash(b"x" * 16)),))
-        assert self.call(client, Extend, items=(ExtendItem(sequence_id=name, num_blocks=1),)).refused == (name,)
-        after = self.state.describe()
-        assert (after.used_bytes, after.num_referenced_blocks) >= (before.used_bytes, before.num_referenced_blocks)
-
     @rule(pick=PICK, peaceful=st.booleans(), crash=CRASH)
     @precondition(lambda self: len(self.clients) > 1)
     def end_a_lease(self, pick: int, peaceful: bool, crash: str) -> None:
@@ -324,6 +290,11 @@ class PoolMachine(PoolWorld):
                 self.release_preempted(crash)
             elif action == "tick":
                 self.tick(draw.random(), crash)
+            elif action == "compact":
+                self.compact(draw.choice(sorted(SPECS)), draw.randint(1, 60), crash)
+            elif action == "acknowledge":
+                if any(client.relocations for client in self.clients):
+                    self.acknowledge(picks[0], crash)
             elif action == "admit" or not busy:
                 self.admit(
                     *picks[:2], draw.randrange(4), draw.randrange(3), draw.randint(1, 60 * pressure), draw.randrange(4),
@@ -353,7 +324,8 @@ class PoolMachine(PoolWorld):
         report = self.state.describe()
         assert report.used_bytes + report.cached_bytes == sum(n.used_bytes + n.cached_bytes for n in report.namespaces)
         in_use = sum(g.num_used_blocks * g.block_bytes for g in report.geometries)
-        assert in_use == report.used_bytes + report.cached_bytes
+        moving = sum(g.num_moving_blocks * g.block_bytes for g in report.geometries)
+        assert in_use == report.used_bytes + report.cached_bytes + moving
         assert sum(g.num_extents for g in report.geometries) + report.num_unleased_extents == NUM_EXTENTS
 
     @invariant()
@@ -376,5 +348,5 @@ class PoolMachine(PoolWorld):
                     assert [self.shadow[unit] for unit in self.units_of(client, block)] == content
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
 test_a_pool_stays_sound_whatever_happens_in_whatever_order = PoolMachine.TestCase

@@ -50,6 +50,27 @@ def test_no_request_fails_that_only_had_to_wait_its_turn(simulation: LoadSimulat
     assert max(simulation.longest_wait_s.values()) < 60.0
 
 
+def test_models_with_blocks_of_two_sizes_share_as_fairly_and_get_back_as_soon() -> None:
+    """Memory changes hands in extents then, which running sequences of the other geometry have to leave."""
+    groups = (
+        Group(name="chat", guaranteed=0.25, num_clients=44, prompt_blocks=(4, 16), output_blocks=(2, 12)),
+        Group(
+            name="code", guaranteed=0.25, num_clients=24, prompt_blocks=(8, 20), output_blocks=(1, 10), num_layers=2,
+            active_s=((0.0, 30.0), (60.0, 90.0)),
+        ),
+    )  # fmt: skip
+    made = LoadSimulation(groups, arena_extents=24, seed=7, step_s=0.031, timeout_s=60.0)
+    made.run(90.0, sample_every_s=0.1)
+    made.state.check_integrity()
+    for start_s, end_s in ((10.0, 30.0), (70.0, 90.0)):
+        assert made.mean_shares(start_s, end_s) == pytest.approx({"chat": 0.5, "code": 0.5}, abs=0.05)
+    # Whole requests, of up to 30 blocks of two units each, fill the guarantee but for a rest; what goes beyond is lent.
+    waited_s = first_time(made.samples, "code", 0.25 - 2 * 30 / (24 * 32), after_s=60.0)
+    assert waited_s is not None
+    assert waited_s <= 1.0
+    assert set(made.num_failed.values()) == {0}
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     def samples() -> list[object]:
         group = Group(name="a", guaranteed=0.5, num_clients=9, prompt_blocks=(2, 9), output_blocks=(1, 5))
