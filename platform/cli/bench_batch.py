@@ -20,25 +20,24 @@ _BLOCK_TOKENS = 32
 _COLUMNS = ["PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s"]
 
 
-class _Numbers(click.ParamType):
-    name = "numbers"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        try:
-            numbers = [int(part) for part in str(value).split(",")]
-        except ValueError:
-            numbers = []
-        if not numbers or min(numbers) < 1:
-            self.fail(f"{value!r} is no list of numbers such as 1,8,32", param, ctx)
-        return numbers
+def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in value.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"{value!r} is no list of numbers such as 1,8,32")
+    return numbers
 
 
 @click.command(name="batch")
 @click.option("-m", "--model", "name", help="Of the configuration; default: its first.")
 @click.option("-f", "--config", "path", type=click.Path(path_type=Path), help="Default: what `remora up` serves.")
-@click.option("-npp", "prompt_tokens", type=_Numbers(), default="128", show_default=True, help="Tokens a prompt.")
-@click.option("-ntg", "output_tokens", type=_Numbers(), default="64", show_default=True, help="Tokens generated.")
-@click.option("-npl", "num_sequences", type=_Numbers(), default="1,8,32", show_default=True, help="Sequences at once.")
+@click.option("-npp", "prompt_tokens", callback=_numbers, default="128", show_default=True, help="Tokens a prompt.")
+@click.option("-ntg", "output_tokens", callback=_numbers, default="64", show_default=True, help="Tokens generated.")
+@click.option(
+    "-npl", "num_sequences", callback=_numbers, default="1,8,32", show_default=True, help="Sequences at once."
+)
 @click.option("-pps", "shared_prompt", is_flag=True, help="All sequences share one prompt, which is computed once.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Default: the cores of this process.")
 @click.option("--output", type=click.Choice(["table", "jsonl"]), default="table", show_default=True)
