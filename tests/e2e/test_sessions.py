@@ -231,6 +231,15 @@ def test_a_range_is_taken_out_of_the_middle_and_the_rest_is_kept(platform: Any, 
     assert [edit["kind"] for edit in platform.get(f"/v1/sessions/{session}")["edits"]] == ["removed"]
 
 
+def test_the_pool_hears_of_a_session_that_is_deleted(platform: Any) -> None:
+    """Nothing else happens meanwhile, so what it journals is that."""
+    made = call(platform, "/v1/sessions", {"model": "smollm2"})["id"]
+    platform.settle()
+    before = platform.pool()["journal_bytes"]
+    assert platform.http.delete(f"/v1/sessions/{made}").status_code == 200
+    platform.eventually(lambda: platform.pool()["journal_bytes"] > before, 10, what="a command in the journal")
+
+
 def test_another_model_may_not_write_the_session(platform: Any, session: str) -> None:
     response = platform.chat("hi", model="smollm2-int8", session_id=session)
     assert response.status_code == 400
