@@ -77,7 +77,7 @@ class CanonicalWeights(Mapping[str, "torch.Tensor | GroupedTensor"]):
         weight = self._map[name]
         found = self._alive.get(name)
         if found is None:
-            found = self._alive[name] = self._grouped(weight) if self._is_grouped(weight) else self._build(weight)
+            found = self._alive[name] = self._read(name, weight)
             self._num_read += 1
             if self._progress is not None and self._num_read % max(1, len(self._map) // 4) == 0:
                 self._progress(f"weights: {min(self._num_read, len(self._map))} of {len(self._map)} read")
@@ -92,7 +92,7 @@ class CanonicalWeights(Mapping[str, "torch.Tensor | GroupedTensor"]):
 
     def num_bytes(self) -> int:
         """Memory that the weights take once loaded in their precision."""
-        total = sum(self._bytes_of(weight) for weight in self._map.values())
+        total = sum(self._bytes_of(name, weight) for name, weight in self._map.items())
         if "lm_head" not in self._map:
             # The tied head is packed for products beside the embedding, whose rows are looked up.
             total += self._map["embed"].num_values * _MATRIX_BYTES[self._precision]
@@ -109,22 +109,28 @@ class CanonicalWeights(Mapping[str, "torch.Tensor | GroupedTensor"]):
     def _is_grouped(self, weight: CanonicalWeight) -> bool:
         return weight.kind == "matrix" and self._precision in ("int8", "int4")
 
-    def _bytes_of(self, weight: CanonicalWeight) -> float:
+    def _own_precision(self, name: str) -> GroupedPrecision:
+        """What a matrix becomes that is quantised here. Every prediction goes through the head: it keeps eight bits."""
+        return "int4" if self._precision == "int4" and name != "lm_head" else "int8"
+
+    def _bytes_of(self, name: str, weight: CanonicalWeight) -> float:
         if not self._is_grouped(weight):
             return weight.num_values * self._dtype(weight).itemsize
-        kinds = [self._source.grouped_precision(piece.name) or self._precision for piece in weight.pieces]
+        kinds = [self._source.grouped_precision(piece.name) or self._own_precision(name) for piece in weight.pieces]
         return weight.num_values * _MATRIX_BYTES["int4" if all(kind == "int4" for kind in kinds) else "int8"]
 
     def _dtype(self, weight: CanonicalWeight) -> torch.dtype:
         return torch.float32 if weight.kind == "vector" or self._precision == "fp32" else torch.bfloat16
 
-    def _grouped(self, weight: CanonicalWeight) -> GroupedTensor:
-        assert self._precision in ("int8", "int4")
+    def _read(self, name: str, weight: CanonicalWeight) -> torch.Tensor | GroupedTensor:
+        return self._grouped(weight, self._own_precision(name)) if self._is_grouped(weight) else self._build(weight)
+
+    def _grouped(self, weight: CanonicalWeight, precision: GroupedPrecision) -> GroupedTensor:
         parts = []
         for piece in weight.pieces:
             part = self._source.read_grouped(piece.name)
             if part is None:
-                part = group_rows(self._source.read(piece.name, torch.float32), self._precision)
+                part = group_rows(self._source.read(piece.name, torch.float32), precision)
             if self._source.interleaved and piece.num_rope_heads:
                 order = torch.arange(piece.shape[0]).view(piece.num_rope_heads, -1, 2)
                 part = part.permuted(order.transpose(1, 2).reshape(-1))

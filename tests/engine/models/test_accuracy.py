@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 
 from remora.deployments.accuracy.gate import Bars, Verdict, VerdictStore, bars_of, check_gate, has_passed
 from remora.deployments.accuracy.measure import Accuracy, measure, own_text, text_id
+from remora.deployments.models.canonical_weights import CanonicalWeights
+from remora.deployments.models.hf_config import decoder_spec, read_config
 from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.safetensors_weights import SafetensorsSource
 from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch
+from remora.kernels.grouped import GroupedTensor
 from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import InvalidRequest, ModelError
 from remora.platform.cli.main import remora
@@ -177,3 +181,15 @@ def test_the_command_prints_the_figures_and_keeps_the_verdict(tmp_path: Path, mo
     refused = CliRunner().invoke(remora, ["accuracy", "-m", str(folder), "--kv", "int3"])
     assert refused.exit_code != 0
     assert "--kv" in str(refused.exception)
+
+
+def test_weights_that_are_quantised_here_have_the_bits_asked_for_and_a_head_of_eight(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = read_config(tmp_path, trust_remote_code=False)
+    spec = decoder_spec("m", config, weights="int4", max_model_len=64)
+    weights = CanonicalWeights(spec, SafetensorsSource(tmp_path))
+    assert weights.num_exact() == 0
+    for name, precision in [("lm_head", "int8"), ("layers.0.qkv", "int4"), ("layers.1.down", "int4")]:
+        weight = weights[name]
+        assert isinstance(weight, GroupedTensor)
+        assert weight.precision == precision

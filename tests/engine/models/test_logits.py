@@ -125,7 +125,7 @@ def test_smollm2_gives_transformers_logits_on_prompts_of_1_to_2000_tokens(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("weights", ["bf16", "int8"])
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
 def test_smollm2_in_few_bits_answers_a_plain_question(weights: str, smollm2_path: Path) -> None:
     loaded = load(smollm2_path, weights=weights, kv_precision="bf16")
     tokenizer = loaded.tokenizer
