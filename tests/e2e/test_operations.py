@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,26 @@ def test_models_are_listed_ready(platform: Any) -> None:
     assert platform.http.get("/ready").status_code == 200
     assert platform.http.get("/health").status_code == 200
     assert platform.http.get("/v1/models/nothing").status_code == 404
+
+
+def test_a_quota_changes_and_blocks_move_while_a_request_runs(platform: Any) -> None:
+    path = "/v1/namespaces/smollm2"
+
+    def say() -> str:
+        answer = platform.chat("Tell me about ships.", max_tokens=48)
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    before = say()
+    changed = platform.http.put(path, json={"limit": "120MiB", "weight": 2}).json()
+    assert (changed["limit_bytes"], changed["weight"]) == (120 * 2**20, 2.0)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        running = pool.submit(say)
+        while not running.done():
+            assert platform.http.post(f"{path}/compact", json={}).status_code == 200
+        assert running.result() == before
+    trimmed = platform.http.post(f"{path}/trim", json={"to": "0"}).json()["pools"]
+    assert sum(each["trimmed_bytes"] for each in trimmed.values()) > 0
+    refused = platform.http.put(path, json={"guaranteed": "1TiB", "limit": "2TiB"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guaranteed")
+    restored = platform.http.put(path, json={"limit": "1TiB", "weight": 1}).json()
+    assert restored["limit_bytes"] is None

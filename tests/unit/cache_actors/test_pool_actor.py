@@ -18,6 +18,7 @@ from pool_helpers import BLOCK_TOKENS, KiB, ReplicaCalls, set_quota, settings
 from remora.cache_actors.pool_actor import PoolActor
 from remora.cache_actors.pool_messages import decode_call_reply, decode_events_reply, encode_commands
 from remora.cache_actors.process_watch import ProcessWatch, is_alive, process_identity
+from remora.namespaces import relocation
 from remora.namespaces.commands import (
     Admitted,
     AnyAnswer,
@@ -25,11 +26,15 @@ from remora.namespaces.commands import (
     AnyEvent,
     Attached,
     AttachRefused,
+    Compacted,
     Denied,
     Detached,
     Granted,
     LeaseLost,
     Refused,
+    Relocate,
+    Relocated,
+    Trimmed,
     Wait,
 )
 from remora.platform.base.ids import NamespaceId, SessionId
@@ -229,3 +234,41 @@ async def test_a_session_that_ended_gives_its_blocks_first_and_a_chain_can_be_lo
     await call(actor, calls.admit("more", range(5000, 5000 + num_blocks * BLOCK_TOKENS), "a"))
     left = [await actor.find_blocks(NamespaceId("a"), b"f", calls.hashes(tokens, "a")) for tokens in (mine, other)]
     assert left == [len(mine) // BLOCK_TOKENS - 2, len(other) // BLOCK_TOKENS]
+
+
+async def scatter(actor: PoolActor, calls: ReplicaCalls, pid: int | None) -> None:
+    """Two extents with 4 blocks each of a sequence that runs."""
+    attach = msgspec.structs.replace(calls.attach(pid), relocates=True)
+    commands: list[AnyCommand] = [attach]
+    for number in range(2):
+        commands.append(calls.admit(f"fill{number}", range(28 * BLOCK_TOKENS)))
+        commands.append(calls.admit(f"keep{number}", range(4 * BLOCK_TOKENS)))
+    await call(actor, *commands, calls.release("fill0", "fill1"))
+
+
+async def test_a_process_that_does_not_switch_to_moved_blocks_in_time_is_taken_away(
+    actor: PoolActor, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relocation, "DEADLINE_S", 0.3)
+    await scatter(actor, ReplicaCalls("still"), child.pid)
+    answer = await actor.compact(NamespaceId("a"))
+    assert isinstance(answer, Compacted)
+    assert (answer.num_moving_blocks, answer.num_extents) == (0, 0), "its blocks are free, for it is gone"
+    assert child.wait(5) == -signal.SIGKILL
+    assert await actor.leases() == ()
+
+
+async def test_compaction_goes_on_as_soon_as_a_process_has_switched(actor: PoolActor) -> None:
+    calls = ReplicaCalls("moves")
+    await scatter(actor, calls, None)
+    compaction = asyncio.create_task(actor.compact(NamespaceId("a")))
+    (event,) = await next_events(actor, calls)
+    assert isinstance(event, Relocate)
+    await asyncio.sleep(0.1)
+    assert not compaction.done()
+    await call(actor, Relocated(lease_id=calls.lease_id, call_no=calls._next(), event_no=event.event_no))
+    answer = await compaction
+    assert isinstance(answer, Compacted)
+    assert (answer.num_moved_blocks, answer.num_moving_blocks, answer.num_extents) == (4, 0, 1)
+    trimmed = await actor.trim(NamespaceId("a"), None)
+    assert isinstance(trimmed, Trimmed)

@@ -60,7 +60,9 @@ class FakeServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 fake.bodies.append(body)
-                if fake.error is not None:
+                if self.path in fake.documents:
+                    self._answer(200, fake.documents[self.path])
+                elif fake.error is not None:
                     self._answer(fake.error[0], {"error": {"message": fake.error[1]}})
                 else:
                     self._stream(body, chat=self.path.endswith("/chat/completions"))

@@ -181,6 +181,16 @@ def test_ns_list_adds_up_the_pools_and_show_prints_one(run: Run, server: FakeSer
     assert (missing.code, missing.err) == (1, "remora: no namespace 'cat'; one of: chat\n")
 
 
+def test_ns_trim_and_compact_say_what_each_pool_did(run: Run, server: FakeServer) -> None:
+    server.documents["/v1/namespaces/chat/trim"] = {
+        "pools": {"one": {"trimmed_bytes": 2048, "num_released_extents": 3}}
+    }
+    moved = {"num_moved_blocks": 7, "num_moving_blocks": 2, "num_released_extents": 1, "num_extents": 4}
+    server.documents["/v1/namespaces/chat/compact"] = {"pools": {"one": moved}}
+    assert run("ns", "trim", "chat", "--url", server.url).out.splitlines()[-1].split() == ["one", "2", "KiB", "3"]
+    assert run("ns", "compact", "chat", "--url", server.url).out.splitlines()[-1].split() == ["one", "7", "2", "1", "4"]
+
+
 def test_ns_set_asks_for_something_to_change(run: Run, server: FakeServer) -> None:
     ran = run("ns", "set", "chat", "--url", server.url)
     assert ran.code == 2
