@@ -71,7 +71,7 @@ class LocalDevice:
 
     def __init__(self, *, data_bytes: int, extent_bytes: int, clock: Clock | None = None) -> None:
         config = PoolStateConfig(
-            data_bytes=data_bytes, extent_bytes=extent_bytes, reserved_bytes=1 << 40, incarnation=1, eviction="value"
+            data_bytes=data_bytes, extent_bytes=extent_bytes, reserved_bytes=1 << 40, incarnation=1
         )
         self.state = PoolState(config)
         self.data: NDArray[np.uint8] = np.zeros(data_bytes, np.uint8)

@@ -253,10 +253,15 @@ class _Sketch:
         namespace = holding.namespace
         if len(holding.policy) <= self._taken.get((namespace.order, holding.space.order), 0):
             return None
-        if not self._can_spare(namespace, holding.space.block_bytes):
-            return None
         # Another geometry gives a whole extent at once.
         unit = self.extents.extent_bytes if holding.space is not self.space else 0
+        if namespace.parent is None and not namespace.children:  # as below, for the many that are no tree
+            excess = self._excess(namespace)
+            if namespace is not self.namespace and excess < holding.space.block_bytes:
+                return None
+            return ((unit - excess) / namespace.quota.weight,)
+        if not self._can_spare(namespace, holding.space.block_bytes):
+            return None
         rank = tuple([(unit - self._excess(account)) / account.quota.weight for account in namespace.path()])
         return (*rank, float(unit - namespace.held_bytes)) if namespace.children else rank
 
