@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from remora.platform.base.config_types import Name, NamespaceName
 from remora.platform.base.config_types import Section as _Section
@@ -64,6 +64,14 @@ class KVPrecisionConfig(_Section):
     v: KVWord = "bf16"
 
 
+#: How pydantic's locations call the two forms of kv_precision; messages leave them out.
+_KV_FORMS = ("both", "apart")
+KVPrecision = Annotated[
+    Annotated[KVWord, Tag("both")] | Annotated[KVPrecisionConfig, Tag("apart")],
+    Discriminator(lambda value: "apart" if isinstance(value, dict | KVPrecisionConfig) else "both"),
+]
+
+
 class ModelConfig(_Section):
     """One served model."""
 
@@ -73,7 +81,7 @@ class ModelConfig(_Section):
     revision: str | None = None
     weights: Literal["bf16", "fp32", "int8", "int4"] = "bf16"
     #: A word for K and V, or one for each.
-    kv_precision: KVWord | KVPrecisionConfig = "bf16"
+    kv_precision: KVPrecision = "bf16"
     #: Serve in a precision that `remora accuracy` has measured and that failed its gate.
     force_precision: bool = False
     #: Context in tokens; None: the model's own, at most 8192.
@@ -266,7 +274,7 @@ def _explain(error: ValidationError) -> str:
             other is not item and other["loc"][: len(item["loc"])] == item["loc"] for other in items
         ):
             continue
-        where = ".".join(str(part) for part in item["loc"]) or "config"
+        where = ".".join(str(part) for part in item["loc"] if part not in _KV_FORMS) or "config"
         message = re.sub(r"^Value error, ", "", item["msg"])
         if item["type"] == "value_error":
             lines.append(message if where == "config" else f"{where}: {message}")
@@ -298,6 +306,8 @@ def _keys_at(location: tuple[int | str, ...]) -> str:
         inner = section.model_fields[part].annotation if part in section.model_fields else None
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             section = inner
+        elif part == "kv_precision":
+            section = KVPrecisionConfig
     return ", ".join(section.model_fields)
 
 

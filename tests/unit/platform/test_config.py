@@ -36,6 +36,16 @@ def test_sizes_are_numbers_or_text() -> None:
     assert (config.devices[0].arena_bytes, config.devices[0].extent_bytes) == (64 * MiB, 4 * MiB)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("int8", ("int8", "int8")), ({"k": "int8", "v": "int4"}, ("int8", "int4")), ({"v": "int8"}, ("bf16", "int8"))],
+)
+def test_kv_precision_is_a_word_or_one_for_k_and_one_for_v(given: Any, expected: tuple[str, str]) -> None:
+    config = parse_config({"models": [{"name": "a", "source": "x", "kv_precision": given}]})
+    assert config.models[0].kv_precisions == expected
+    assert parse_config(config.model_dump()) == config
+
+
 def test_the_default_namespace_of_a_model_comes_first() -> None:
     names = [{"name": "one", "model": "a"}, {"name": "two", "model": "a"}]
     config = parse_config({"models": [{"name": "a", "source": "x", "default_namespace": "two"}], "namespaces": names})
@@ -64,6 +74,18 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
             "devices.cpu0.extent_bytes: 16777216 must be a multiple of 4096 and at most half of arena_bytes (16777216)",
         ),
         ({"models": [{"name": "a", "source": "x", "weights": "int3"}]}, "models.0.weights: 'int3' is not allowed"),
+        (
+            {"models": [{"name": "a", "source": "x", "kv_precision": "int3"}]},
+            "models.0.kv_precision: 'int3' is not allowed: Input should be 'bf16', 'fp32', 'int8' or 'int4'",
+        ),
+        (
+            {"models": [{"name": "a", "source": "x", "kv_precision": {"k": "int8", "v": 4}}]},
+            "models.0.kv_precision.v: 4 is not allowed",
+        ),
+        (
+            {"models": [{"name": "a", "source": "x", "kv_precision": {"q": "int8"}}]},
+            "models.0.kv_precision.q: unknown key 'q'; allowed here: k, v",
+        ),
         ({"models": [{"name": "A b", "source": "x"}]}, "models.0.name: 'A b' is not allowed"),
         ({"models": [{"name": "a", "source": "x", "device": "gpu7"}]}, "models.a.device: no device 'gpu7'; one of"),
         ({"models": [{"name": "a", "source": "x"}] * 2}, "models: the name 'a' is used twice"),
