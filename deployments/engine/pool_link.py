@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, assert_never
 
 from remora.cache_actors.port import EngineCommand, PoolPort
@@ -68,10 +68,6 @@ class PoolListener(Protocol):
 
     def on_edit_refused(self, sequence: Sequence, reason: str) -> None: ...
 
-    def copy_block(self, source: int, target: int) -> None:
-        """A block that only this engine writes comes to lie elsewhere."""
-        ...
-
     def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
         """The pool refused a command of this sequence as wrong; it cannot go on."""
         ...
@@ -86,9 +82,13 @@ class PoolListener(Protocol):
 class PoolLink:
     """Engine thread only."""
 
-    def __init__(self, port: PoolPort, listener: PoolListener, config: EngineConfig) -> None:
+    def __init__(
+        self, port: PoolPort, listener: PoolListener, config: EngineConfig, *, copy_block: Callable[[int, int], None]
+    ) -> None:
+        """`copy_block(source, target)` copies a block that only this engine writes, when it comes to lie elsewhere."""
         self._port = port
         self._listener = listener
+        self._copy_block = copy_block
         self._config = config
         self._by_id: dict[SequenceId, Sequence] = {}
         # Sequence ids are never reused, not even by another engine of the pool.
@@ -250,7 +250,7 @@ class PoolLink:
             for item, sequence in known:
                 if sequence is not None and sequence.names(item.position, item.old_block):
                     if item.copy:
-                        self._listener.copy_block(item.old_block, item.new_block)
+                        self._copy_block(item.old_block, item.new_block)
                     sequence.switch_block(item.position, item.new_block)
             self._port.send(Relocated(lease_id=_NO_LEASE, event_no=event.event_no))
 

@@ -60,7 +60,7 @@ class RequestBook:
         self._find_namespace = find_namespace
         self._post = post
         self._fence = fence
-        self.link = PoolLink(pool, self, config)
+        self.link = PoolLink(pool, self, config, copy_block=mover.copy_block)
         self.counters = EngineCounters()
         self.outbox = Outbox()
         self.live: dict[RequestId, LiveRequest] = {}
@@ -268,10 +268,6 @@ class RequestBook:
             return
         self.link.settle(sequence)
         self.counters.load_tokens -= sequence.take_edit(edited.num_kept_blocks, edited.blocks)
-
-    def copy_block(self, source: int, target: int) -> None:
-        """A block of a running sequence comes to lie elsewhere."""
-        self._mover.copy_block(source, target)
 
     def on_edit_refused(self, sequence: Sequence, reason: str) -> None:
         """Computes what is left anew."""
