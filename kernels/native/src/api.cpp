@@ -142,7 +142,7 @@ REMORA_EXPORT int32_t remora_linear(int32_t level, int32_t num_threads, const fl
     row_scales.reserve((num_rows + ACTIVATION_SPARE_ROWS) * num_scales(num_in) * 4);
     ThreadTeam threads(num_threads, nullptr);
     LinearRun run{kernels,
-                  reserve_linear(store, dtype, num_out, num_in, order, bias != nullptr),
+                  reserve_linear(store, dtype, num_out, num_in, order, bias != nullptr, minimums != nullptr),
                   {weights, Dtype::fp32, num_out, num_in},
                   {static_cast<const int8_t*>(weights), scales, minimums, dtype, num_out, num_in},
                   order,
@@ -151,7 +151,6 @@ REMORA_EXPORT int32_t remora_linear(int32_t level, int32_t num_threads, const fl
                   {rows.bytes(), stride, row_scales.floats()},
                   {silu ? LinearOutput::Kind::silu_store : LinearOutput::Kind::store, out, silu ? num_out / 2 : num_out,
                    {}, 0}};
-    if (minimums == nullptr) run.packed.minimum = nullptr;
     if (bias != nullptr) pack_bias(run.packed, order, {bias, Dtype::fp32, 1, num_out});
     threads.run(run_linear, &run);
     return 0;

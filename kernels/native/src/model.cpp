@@ -62,8 +62,8 @@ int64_t bytes_of(Dtype dtype, const LinearSize& size) {
   if (dtype == Dtype::int4) dtype = Dtype::int8;
   return packed_bytes(dtype, size.num_out, size.num_in, size.order, size.bias);
 }
-PackedLinear reserve_linear(WeightStore& store, Dtype dtype, const LinearSize& size) {
-  return reserve_linear(store, dtype, size.num_out, size.num_in, size.order, size.bias);
+PackedLinear reserve_linear(WeightStore& store, Dtype dtype, const LinearSize& size, bool minimum) {
+  return reserve_linear(store, dtype, size.num_out, size.num_in, size.order, size.bias, minimum);
 }
 
 Dtype embed_dtype(const Shape& shape) { return shape.weights == Dtype::fp32 ? Dtype::fp32 : Dtype::bf16; }
@@ -83,7 +83,7 @@ Model::Model(const Shape& s) : shape(s), embed_dtype_(embed_dtype(s)) {
                                          bytes_of(shape.head_weights, head_size) + round_up(embed_bytes, 64));
   // Layers of int8 or int4 are reserved when they are set: only then is it known which of both they are.
   const auto reserve = [&](Dtype dtype, const LinearSize& size) {
-    return is_quantised(dtype) ? PackedLinear{} : reserve_linear(*store_, dtype, size);
+    return is_quantised(dtype) ? PackedLinear{} : reserve_linear(*store_, dtype, size, false);
   };
   for (int32_t index = 0; index < shape.num_layers; ++index) {
     LayerWeights layer{};
@@ -209,8 +209,7 @@ void Model::set_grouped(ThreadTeam& threads, WeightKind kind, int32_t layer_inde
           "weight " + name + " has " + std::to_string(source.rows) + " x " + std::to_string(source.columns) +
               " values, not " + std::to_string(size.num_out) + " x " + std::to_string(size.num_in));
   require(packed->data == nullptr, "weight " + name + " is set twice");
-  *packed = reserve_linear(*store_, source.dtype, size);
-  if (source.minimums == nullptr) packed->minimum = nullptr;
+  *packed = reserve_linear(*store_, source.dtype, size, source.minimums != nullptr);
   struct Job {
     const PackedLinear& packed;
     ColumnOrder order;

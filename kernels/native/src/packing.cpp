@@ -75,7 +75,7 @@ int64_t packed_bytes(Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder o
 }
 
 PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order,
-                            bool bias) {
+                            bool bias, bool minimum) {
   PackedLinear packed;
   packed.dtype = dtype;
   packed.num_out = num_out;
@@ -86,7 +86,7 @@ PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, in
   if (is_quantised(dtype)) {
     const int64_t bytes = packed.padded_out * num_groups(num_in) * 2;
     packed.scale = reinterpret_cast<uint16_t*>(store.take(bytes));
-    packed.minimum = reinterpret_cast<uint16_t*>(store.take(bytes));
+    if (minimum) packed.minimum = reinterpret_cast<uint16_t*>(store.take(bytes));
   }
   if (bias) packed.bias = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
   return packed;

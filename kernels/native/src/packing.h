@@ -76,11 +76,11 @@ class WeightStore {
   int64_t bytes_, used_ = 0;
 };
 
-// Bytes that a layer of this size takes from the store, scales and bias included.
+// Bytes that a layer of this size takes from the store at most, scales, minimums and bias included.
 int64_t packed_bytes(Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order, bool bias);
 
 PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order,
-                            bool bias);
+                            bool bias, bool minimum);
 
 // Fills this rank's share of the panels.
 void pack_linear(const PackedLinear& packed, ColumnOrder order, const Source& weights, const Team& team);
