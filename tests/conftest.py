@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -135,7 +136,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for reason, names in config.stash.get(_deselected, {}).items():
-        terminalreporter.write_line(f"left out ({reason}): {', '.join(names)}")
+        files = Counter(name.partition("::")[0] for name in names)
+        counts = ", ".join(f"{count} of {name}" for name, count in files.items())
+        terminalreporter.write_line(f"left out ({reason}): {counts}")
     for line in config.stash.get(_leftovers, []):
         terminalreporter.write_line(f"LEFT BEHIND: {line}", red=True)
 

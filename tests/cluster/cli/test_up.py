@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from remora.platform.base import telemetry_names as names
-from remora.platform.cli.trace import read_traces
+from remora.platform.base.span_file import traces_dir
+from remora.platform.base.trace_store import TraceStore
 
 if TYPE_CHECKING:
     from tests.cluster.cli.conftest import Up
@@ -95,9 +96,9 @@ def test_one_request_is_one_trace_below_its_callers_span(running: Up) -> None:
     )
     assert response.status_code == 200
     wanted = {names.ROUTER_ROUTE, names.POOL_ADMIT, names.ENGINE_PREFILL, names.ENGINE_DECODE}
-    spans = []
+    spans, store = [], TraceStore(traces_dir(running.state_dir))
     for _ in range(100):
-        spans = read_traces(running.state_dir).get(trace_id, [])
+        spans = store.spans(trace_id)
         if wanted <= {span.name for span in spans}:
             break
         time.sleep(0.1)
