@@ -27,8 +27,7 @@ from remora.namespaces.sequence_commands import (
     Settle,
     Settled,
 )
-from remora.platform.base import errors
-from remora.platform.base.errors import OverQuota, PoolError, RemoraError
+from remora.platform.base.errors import OverQuota, PoolError
 from remora.platform.base.ids import LeaseId, NamespaceId, SequenceId
 
 #: Sends a command of the lease and returns its answer: PoolClient.ask, LocalPool.ask.
@@ -110,13 +109,6 @@ class KVSequences:
             message = f"{answer.sequence_id}: memory for {answer.num_missing_blocks} blocks is missing"
             raise OverQuota(message, retry_after_s=1.0)
         if isinstance(answer, Refused):
-            raise _error_of(answer)
+            raise answer.as_error()
         assert isinstance(answer, kind), f"{type(command).__name__} was answered by {type(answer).__name__}"
         return answer
-
-
-def _error_of(refused: Refused) -> RemoraError:
-    kind: object = getattr(errors, refused.error, None)
-    if isinstance(kind, type) and issubclass(kind, RemoraError) and kind is not OverQuota:
-        return kind(refused.message)
-    return PoolError(f"{refused.error}: {refused.message}")

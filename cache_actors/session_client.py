@@ -10,8 +10,7 @@ import msgspec
 from ray.exceptions import RayError
 
 from remora.namespaces.session_commands import SessionAnswer, SessionCommand, SessionRefused
-from remora.platform.base import errors
-from remora.platform.base.errors import OverQuota, RemoraError, RequestError, Unavailable
+from remora.platform.base.errors import RemoraError, RequestError, Unavailable, named_error
 
 _encoder = msgspec.msgpack.Encoder()
 _answer_decoder = msgspec.msgpack.Decoder(SessionAnswer)
@@ -37,14 +36,8 @@ async def ask(port: SessionPort, command: SessionCommand, kind: type[A]) -> A:
 
 def error_of(refused: SessionRefused) -> RemoraError:
     """A refusal as the exception it names."""
-    kind: object = getattr(errors, refused.error, None)
-    if kind is OverQuota:
-        return OverQuota(refused.message, retry_after_s=5.0, field=refused.field)
-    if kind is Unavailable:
-        return Unavailable(refused.message, retry_after_s=5.0)
-    if isinstance(kind, type) and issubclass(kind, RequestError):
-        return kind(refused.message, field=refused.field)
-    return RemoraError(refused.message)
+    error = named_error(refused.error, refused.message, field=refused.field, retry_after_s=5.0)
+    return error if isinstance(error, (RequestError, Unavailable)) else RemoraError(refused.message)
 
 
 class RegistrySessions:

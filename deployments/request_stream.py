@@ -11,8 +11,7 @@ import msgspec
 from remora.deployments.engine.messages import GenerationRequest, TokenDelta
 from remora.deployments.token_log import TokenLog
 from remora.namespaces.edits import ContextOutcome
-from remora.platform.base import errors
-from remora.platform.base.errors import InvalidRequest, OverQuota, RemoraError, RequestError, Unavailable
+from remora.platform.base.errors import OverQuota, RemoraError, RequestError, named_error
 from remora.platform.base.ids import Epoch, ReplicaId, RequestId
 
 MAX_EXPECTED_OUTPUT_TOKENS = 256
@@ -21,19 +20,12 @@ MAX_EXPECTED_OUTPUT_TOKENS = 256
 def error_of(delta: TokenDelta) -> RemoraError:
     """The error that a delta with finish_reason "error" carries, as the class that raised it."""
     message = delta.error_message or "generation failed"
-    found = getattr(errors, delta.error or "", RemoraError)
-    kind: type[RemoraError] = found if isinstance(found, type) and issubclass(found, RemoraError) else RemoraError
-    if issubclass(kind, OverQuota):
-        return OverQuota(message, retry_after_s=delta.retry_after_s or 1.0)
-    if issubclass(kind, Unavailable):
-        return Unavailable(message, retry_after_s=delta.retry_after_s or 1.0)
-    if issubclass(kind, errors.ContextLengthExceeded):
-        kind = InvalidRequest
-    if issubclass(kind, RequestError):
+    error = named_error(delta.error or "", message, retry_after_s=delta.retry_after_s or 1.0)
+    if isinstance(error, RequestError) and not isinstance(error, OverQuota):
         # By convention the sentence starts with the field's name.
         field = re.match(r"([a-z_][a-z0-9_.]*): ", message)
-        return kind(message, field=field and field[1])
-    return kind(message)
+        error.field = field and field[1]
+    return error
 
 
 class RequestStream:

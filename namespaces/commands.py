@@ -21,6 +21,7 @@ import msgspec
 from remora.namespaces.command_base import Answer, Command
 from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.sequence_commands import SequenceAnswer, SequenceCommand
+from remora.platform.base import errors
 from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, ReplicaId, SequenceId, SessionId
 
 
@@ -265,6 +266,12 @@ class Refused(Answer, frozen=True, kw_only=True, tag=True):
 
     error: str
     message: str
+
+    def as_error(self) -> errors.RemoraError:
+        """The exception it names; PoolError for OverQuota, which a pool says as an answer, and for unknown names."""
+        if errors.error_class(self.error) in (None, errors.OverQuota):
+            return errors.PoolError(f"{self.error}: {self.message}")
+        return errors.named_error(self.error, self.message)
 
 
 AnyCommand = (

@@ -15,8 +15,7 @@ from remora.deployments.engine.messages import (
 )
 from remora.deployments.engine.stop import StopText
 from remora.namespaces.edits import ContextOutcome
-from remora.platform.base import errors
-from remora.platform.base.errors import RemoraError
+from remora.platform.base.errors import RemoraError, error_class
 from remora.platform.base.ids import RouterId
 
 
@@ -127,7 +126,7 @@ def error_delta(
 ) -> TokenDelta:
     """The end of a choice by an error; its name is the nearest class of the error tree."""
     kinds = (*type(error).__mro__, RemoraError)
-    name = next(kind.__name__ for kind in kinds if getattr(errors, kind.__name__, None) is kind)
+    name = next(kind.__name__ for kind in kinds if error_class(kind.__name__) is kind)
     return TokenDelta(
         request_id=request.request_id,
         choice_index=choice_index,

@@ -24,7 +24,7 @@ from remora.kernels.mover import KVMover
 from remora.namespaces.commands import Admitted, OverQuota, Refused
 from remora.namespaces.sequence_commands import Edited
 from remora.platform.base import errors
-from remora.platform.base.errors import IntegrityError, KernelError, PoolError, RemoraError
+from remora.platform.base.errors import IntegrityError, KernelError, RemoraError
 from remora.platform.base.ids import BlockHash, RequestId
 
 _log = logging.getLogger(__name__)
@@ -277,11 +277,7 @@ class RequestBook:
         self._take_back(sequence)
 
     def on_pool_fault(self, sequence: Sequence, refused: Refused) -> None:
-        kind = getattr(errors, refused.error, None)
-        error: RemoraError = PoolError(f"{refused.error}: {refused.message}")
-        if isinstance(kind, type) and issubclass(kind, RemoraError) and kind is not errors.OverQuota:
-            error = kind(refused.message)
-        self.fail(sequence, error)
+        self.fail(sequence, refused.as_error())
 
     def on_published(self, hashes: Iterable[BlockHash]) -> None:
         self._scheduler.hints.add(hashes)

@@ -204,3 +204,26 @@ class IntegrityError(RemoraError):
     """An invariant does not hold. Always a bug; the sentence says which invariant."""
 
     code = "integrity_error"
+
+
+def error_class(name: str) -> type[RemoraError] | None:
+    """The class of this tree that has the name, which is how an error crosses between processes; else None."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, RemoraError) else None
+
+
+def named_error(name: str, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> RemoraError:
+    """An error that crossed between processes, as the class that raised it; RemoraError for a name not in the tree.
+
+    ContextLengthExceeded, whose numbers stayed behind, becomes InvalidRequest with its sentence.
+    """
+    kind = error_class(name) or RemoraError
+    if issubclass(kind, OverQuota):
+        return OverQuota(message, retry_after_s=retry_after_s, field=field)
+    if issubclass(kind, RateLimited):
+        return RateLimited(message, retry_after_s=retry_after_s, field=field or "")
+    if issubclass(kind, Unavailable):
+        return Unavailable(message, retry_after_s=retry_after_s)
+    if issubclass(kind, ContextLengthExceeded):
+        kind = InvalidRequest
+    return kind(message, field=field) if issubclass(kind, RequestError) else kind(message)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from remora.deployments.moves import Moved
 from remora.deployments.router import RouterCore
-from remora.platform.base import errors
-from remora.platform.base.errors import RemoraError, RequestError, Unavailable
+from remora.platform.base.errors import RemoraError, RequestError, Unavailable, named_error
 from remora.platform.base.ids import ReplicaId, SessionId
 
 
@@ -64,8 +63,6 @@ def decode_moves(answers: Sequence[bytes]) -> Moved | None:
             case _Outcome(moved=moved) if moved is not None:
                 return moved
             case _Refusal(error=name, message=message, field=field):
-                kind: Any = getattr(errors, name, RemoraError)
-                if issubclass(kind, RequestError):
-                    raise kind(message, field=field)
-                raise RemoraError(message) if not issubclass(kind, Unavailable) else Unavailable(message)
+                found = named_error(name, message, field=field)
+                raise found if isinstance(found, (RequestError, Unavailable)) else RemoraError(message)
     return None
