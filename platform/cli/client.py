@@ -55,15 +55,10 @@ def make_client(url: str | None) -> httpx.Client:
 
 def get_json(client: httpx.Client, path: str) -> Any:
     """Raises CannotReach or ServerRefused."""
-    try:
-        response = client.get(path)
-    except httpx.HTTPError as error:
-        raise cannot_reach(client, error) from None
-    check(response)
-    return response.json()
+    return send_json(client, "GET", path)
 
 
-def send_json(client: httpx.Client, method: str, path: str, body: Any) -> Any:
+def send_json(client: httpx.Client, method: str, path: str, body: Any = None) -> Any:
     """Raises CannotReach or ServerRefused."""
     try:
         response = client.request(method, path, json=body)

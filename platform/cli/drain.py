@@ -9,7 +9,7 @@ import click
 import httpx
 
 from remora.platform.base.errors import NotFound
-from remora.platform.cli.client import cannot_reach, check, get_json, make_client, url_option
+from remora.platform.cli.client import get_json, make_client, send_json, url_option
 
 _POLL_S = 0.2
 
@@ -37,7 +37,7 @@ def drain(name: str, undo: bool, wait_s: float, url: str | None) -> None:
         if not found:
             raise NotFound(f"There is no replica or node {name!r}; `remora status` lists them.")
         for replica in found:
-            _post(client, f"/v1/replicas/{replica['id']}/{'resume' if undo else 'drain'}")
+            send_json(client, "POST", f"/v1/replicas/{replica['id']}/{'resume' if undo else 'drain'}", {})
         if undo:
             click.echo(f"{len(found)} replicas take requests again")
             return
@@ -56,10 +56,3 @@ def _replicas(client: httpx.Client) -> list[dict[str, Any]]:
 def _num_unfinished(client: httpx.Client, names: set[str]) -> int:
     stats = [each["stats"] or {} for each in _replicas(client) if each["id"] in names]
     return sum(each.get("num_running", 0) + each.get("num_waiting", 0) + each.get("num_parked", 0) for each in stats)
-
-
-def _post(client: httpx.Client, path: str) -> None:
-    try:
-        check(client.post(path, json={}))
-    except httpx.HTTPError as error:
-        raise cannot_reach(client, error) from None

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import httpx
 
-from remora.platform.cli.client import cannot_reach, check, get_json, make_client, url_option
+from remora.platform.cli.client import get_json, make_client, send_json, url_option
 from remora.platform.cli.table import print_table
 
 _PAGE = 1000
@@ -74,7 +74,7 @@ def fork(session_id: str, new_id: str | None, num_tokens: int | None, url: str |
     """A new session that starts with another's log; prints its id."""
     body = {"id": new_id, "num_tokens": num_tokens}
     with make_client(url) as client:
-        made = _send(client, "POST", f"/v1/sessions/{session_id}/fork", body)
+        made = send_json(client, "POST", f"/v1/sessions/{session_id}/fork", body)
     click.echo(made["id"])
 
 
@@ -90,7 +90,7 @@ def move(session_id: str, replica: str | None, pool: str | None, node: str | Non
     if len(wanted) != 1:
         raise click.UsageError("give one of --replica, --pool and --node")
     with make_client(url) as client:
-        made = _send(client, "POST", f"/v1/sessions/{session_id}/migrate", {"to": wanted})
+        made = send_json(client, "POST", f"/v1/sessions/{session_id}/migrate", {"to": wanted})
     how = ", ".join(f"{count} tokens {name}" for name, count in made["tokens"].items() if count)
     pause = f", pause {made['pause_s'] * 1000:.0f} ms" if made["running"] else ""
     click.echo(f"{session_id}: {made['from'] or 'nowhere'} → {made['to']} ({how or 'no tokens'}{pause})")
@@ -103,18 +103,8 @@ def delete(session_ids: tuple[str, ...], url: str | None) -> None:
     """Forgets sessions."""
     with make_client(url) as client:
         for session_id in session_ids:
-            _send(client, "DELETE", f"/v1/sessions/{session_id}", None)
+            send_json(client, "DELETE", f"/v1/sessions/{session_id}")
             click.echo(f"{session_id}: deleted")
-
-
-def _send(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:
-    """Raises CannotReach or ServerRefused."""
-    try:
-        response = client.request(method, path, json=body)
-    except httpx.HTTPError as error:
-        raise cannot_reach(client, error) from None
-    check(response)
-    return response.json()
 
 
 def _row(session: dict[str, Any], now_s: float) -> list[object]:
