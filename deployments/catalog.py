@@ -39,6 +39,13 @@ class Catalog:
             raise NotFound(f"The model {model_id!r} has no namespace {name!r}; one of: {known}.", field="namespace")
         return NamespaceId(name)
 
+    def known_namespace(self, name: str) -> NamespaceId:
+        """The named namespace, whichever model it is of. Raises NotFound, naming what there is."""
+        if name not in self.namespaces:
+            known = ", ".join(sorted(self.namespaces))
+            raise NotFound(f"There is no namespace {name!r}; one of: {known}.", field="namespace")
+        return NamespaceId(name)
+
     def chain_root(self, namespace_id: NamespaceId, fingerprint: bytes) -> BlockHash:
         """Parent of the first block of every prompt in the namespace: equal only where blocks may be shared."""
         namespace = self.namespaces[namespace_id]

@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec.json import encode as to_json
 
 from remora.deployments.replica_connection import ReplicaConnection
-from remora.platform.base.errors import NotFound, RemoraError
-from remora.platform.base.ids import NamespaceId
+from remora.platform.base.errors import RemoraError
 from remora.platform.http.caller import caller_of
+from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.metrics import CONTENT_TYPE, render_metrics
 from remora.platform.http.pool_documents import namespace_document, pool_document
 from remora.platform.http.services import Services
@@ -26,7 +25,7 @@ def admin_routes(services: Services) -> APIRouter:
     core = services.core
 
     def answer(data: Any) -> Response:
-        return Response(to_json({"object": "list", "data": data}), media_type="application/json")
+        return MsgspecJSONResponse({"object": "list", "data": data})
 
     @router.get("/v1/namespaces")
     async def list_namespaces(request: Request) -> Response:
@@ -38,11 +37,9 @@ def admin_routes(services: Services) -> APIRouter:
     @router.get("/v1/namespaces/{name:path}")
     async def show_namespace(name: str) -> Response:
         """One namespace; in each pool also what its lookups say about the size it could use."""
-        if name not in core.catalog.namespaces:
-            known = ", ".join(sorted(core.catalog.namespaces))
-            raise NotFound(f"There is no namespace {name!r}; one of: {known}.", field="namespace")
-        document = namespace_document(core.catalog, await services.pools.reports(), NamespaceId(name))
-        return Response(to_json(document), media_type="application/json")
+        namespace_id = core.catalog.known_namespace(name)
+        document = namespace_document(core.catalog, await services.pools.reports(), namespace_id)
+        return MsgspecJSONResponse(document)
 
     @router.get("/v1/pools")
     async def list_pools() -> Response:

@@ -17,6 +17,7 @@ from remora.platform.http.completion_request import CompletionRequest
 from remora.platform.http.disconnect import until_disconnect
 from remora.platform.http.errors import error_document
 from remora.platform.http.generation import ChoiceDelta, Generation
+from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.logprobs import CompletionLogprobsWriter
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
@@ -61,7 +62,7 @@ def completion_routes(services: Services) -> APIRouter:
             chunks = _chunks(generation, first, tokenizer, echoes, include_usage=body.include_usage)
             return EventStream(chunks, on_end=generation.finish, headers=generation.headers())
         generation.finish()
-        return Response(msgspec.json.encode(answer), media_type="application/json", headers=generation.headers())
+        return MsgspecJSONResponse(answer, headers=generation.headers())
 
     return router
 

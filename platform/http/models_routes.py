@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from msgspec.json import encode as to_json
 
 from remora.platform.base.ids import ModelId
 from remora.platform.http.caller import Caller, caller_of
+from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.services import Services
 
 
@@ -37,13 +37,13 @@ def model_routes(services: Services, *, created: int) -> APIRouter:
         caller = caller_of(request)
         own = [model_id for model_id in core.catalog.models if caller.namespaces_of(core.catalog, model_id)]
         data = [shown(caller, model_id) for model_id in own]
-        return Response(to_json({"object": "list", "data": data}), media_type="application/json")
+        return MsgspecJSONResponse({"object": "list", "data": data})
 
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(request: Request, model: str) -> Response:
         """One model."""
         caller = caller_of(request)
-        return Response(to_json(shown(caller, caller.find_model(core.catalog, model))), media_type="application/json")
+        return MsgspecJSONResponse(shown(caller, caller.find_model(core.catalog, model)))
 
     @router.get("/health")
     async def health() -> dict[str, str]:
@@ -54,7 +54,7 @@ def model_routes(services: Services, *, created: int) -> APIRouter:
     async def ready() -> Response:
         """503 until every model has a replica."""
         missing = core.missing_models()
-        body = to_json({"status": "starting" if missing else "ready", "missing": missing})
-        return Response(body, status_code=503 if missing else 200, media_type="application/json")
+        status = {"status": "starting" if missing else "ready", "missing": missing}
+        return MsgspecJSONResponse(status, status_code=503 if missing else 200)
 
     return router

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec.json import encode as to_json
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from remora.namespaces.commands import Compacted, Quota, Trimmed
-from remora.platform.base.errors import NotFound
 from remora.platform.base.ids import NamespaceId
 from remora.platform.http.body import read_model
+from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.pool_documents import namespace_document
 from remora.platform.http.services import Services
@@ -61,20 +60,14 @@ def namespace_routes(services: Services) -> APIRouter:
     catalog = services.core.catalog
     max_bytes = services.config.http.max_body_bytes
 
-    def known(name: str) -> NamespaceId:
-        if name not in catalog.namespaces:
-            names = ", ".join(sorted(catalog.namespaces))
-            raise NotFound(f"There is no namespace {name!r}; one of: {names}.", field="namespace")
-        return NamespaceId(name)
-
     async def document(namespace_id: NamespaceId) -> Response:
         found = namespace_document(catalog, await services.pools.reports(), namespace_id)
-        return Response(to_json(found), media_type="application/json")
+        return MsgspecJSONResponse(found)
 
     @router.put("/v1/namespaces/{name:path}", openapi_extra=json_body(QuotaBody))
     async def set_quota(request: Request, name: str) -> Response:
         """Changes its quota in every pool, at once: cached blocks above a lowered limit go, then running sequences."""
-        namespace_id = known(name)
+        namespace_id = catalog.known_namespace(name)
         body = await read_model(request, QuotaBody, max_bytes)
         await services.pools.set_quota(namespace_id, body.change)
         return await document(namespace_id)
@@ -82,14 +75,14 @@ def namespace_routes(services: Services) -> APIRouter:
     @router.post("/v1/namespaces/{name:path}/trim", openapi_extra=json_body(TrimBody))
     async def trim(request: Request, name: str) -> Response:
         """Gives up its cache in every pool, down to `to` or its guarantee, and empty extents with it."""
-        namespace_id = known(name)
+        namespace_id = catalog.known_namespace(name)
         body = await read_model(request, TrimBody, max_bytes)
         return by_pool(await services.pools.trim(namespace_id, None if body.to is None else int(body.to)))
 
     @router.post("/v1/namespaces/{name:path}/compact", openapi_extra=json_body(EmptyBody))
     async def compact(request: Request, name: str) -> Response:
         """Moves the blocks of its model's geometry together in every pool, so that whole extents become free."""
-        namespace_id = known(name)
+        namespace_id = catalog.known_namespace(name)
         await read_model(request, EmptyBody, max_bytes)
         return by_pool(await services.pools.compact(namespace_id))
 
@@ -99,4 +92,4 @@ def namespace_routes(services: Services) -> APIRouter:
 def by_pool(answers: Mapping[str, Trimmed] | Mapping[str, Compacted]) -> Response:
     """What each pool did, without the answer's own tag."""
     pools = {pool_id: msgspec.structs.asdict(answer) for pool_id, answer in sorted(answers.items())}
-    return Response(to_json({"pools": pools}), media_type="application/json")
+    return MsgspecJSONResponse({"pools": pools})

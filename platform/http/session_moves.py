@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,6 +18,7 @@ from remora.namespaces.session_log import SessionState, unpack_tokens
 from remora.platform.base.errors import Conflict, InvalidRequest, NotFound
 from remora.platform.base.ids import ModelId, ReplicaId, RequestId, SessionId
 from remora.platform.http.body import read_model
+from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services
 from remora.platform.http.session_requests import EmptyBody
@@ -83,7 +83,7 @@ def move_routes(services: Services) -> APIRouter:
         if not found:
             raise NotFound(f"There is no replica {replica_id!r}; GET /v1/replicas lists them.", field="replica_id")
         await found[0].link.drain(draining)
-        return _json({"id": replica_id, "object": "replica", "draining": draining})
+        return MsgspecJSONResponse({"id": replica_id, "object": "replica", "draining": draining})
 
     return router
 
@@ -131,7 +131,7 @@ async def _move_idle(services: Services, state: SessionState, target: ReplicaId)
 def _answer(session_id: str, running: bool, moved: Moved) -> Response:
     tokens = dict.fromkeys(("shared", "copied", "converted", "recomputed"), 0)
     tokens[moved.transfer] = moved.num_tokens
-    return _json(
+    return MsgspecJSONResponse(
         {
             "id": session_id,
             "object": "session.move",
@@ -143,7 +143,3 @@ def _answer(session_id: str, running: bool, moved: Moved) -> Response:
             "took_s": round(moved.took_s, 6),
         }
     )
-
-
-def _json(document: Any) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")

@@ -31,6 +31,7 @@ from remora.platform.base.ids import ModelId, NamespaceId, SessionId
 from remora.platform.http.body import read_model
 from remora.platform.http.caller import Caller, caller_of
 from remora.platform.http.generation import NAMESPACE_HEADER
+from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services
 from remora.platform.http.session_requests import (
@@ -51,7 +52,7 @@ def session_routes(services: Services) -> APIRouter:
     max_bytes = services.config.http.max_body_bytes
 
     async def head(command: Any) -> Response:
-        return _json(_document(await ask(port, command, SessionHead)))
+        return MsgspecJSONResponse(_document(await ask(port, command, SessionHead)))
 
     async def show(session_id: str) -> SessionHead:
         return await ask(port, ShowSession(session_id=SessionId(session_id)), SessionHead)
@@ -99,7 +100,7 @@ def session_routes(services: Services) -> APIRouter:
         ]
         found = sorted((each for page in pages for each in page.sessions), key=lambda each: each.state.session_id)
         has_more = len(found) > query.limit or any(page.has_more for page in pages)
-        return _json(
+        return MsgspecJSONResponse(
             {"object": "list", "data": [_document(each) for each in found[: query.limit]], "has_more": has_more}
         )
 
@@ -115,13 +116,13 @@ def session_routes(services: Services) -> APIRouter:
         ]
         more = {"token_ids": token_ids} if query.include_tokens else {}
         blocks = await _blocks(services, found.state)
-        return _json({**_document(found), "blocks": blocks, "turns": turns, **more})
+        return MsgspecJSONResponse({**_document(found), "blocks": blocks, "turns": turns, **more})
 
     @router.delete("/v1/sessions/{session_id}")
     async def delete_session(session_id: str) -> Response:
         """Forgets a session. A turn that is under way is not kept."""
         await ask(port, DeleteSession(session_id=SessionId(session_id)), Done)
-        return _json({"id": session_id, "object": "session", "deleted": True})
+        return MsgspecJSONResponse({"id": session_id, "object": "session", "deleted": True})
 
     @router.post("/v1/sessions/{session_id}/fork", openapi_extra=json_body(ForkBody))
     async def fork_session(request: Request, session_id: str) -> Response:
@@ -190,10 +191,6 @@ async def _blocks(services: Services, state: SessionState) -> dict[str, Any] | N
 
 def _new_id() -> str:
     return f"sess-{uuid.uuid4().hex}"
-
-
-def _json(document: Any) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 def _document(head: SessionHead) -> dict[str, Any]:

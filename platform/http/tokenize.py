@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from msgspec.json import encode as to_json
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.http.body import read_model
 from remora.platform.http.caller import caller_of
+from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
 
@@ -68,7 +68,7 @@ def tokenize_routes(services: Services) -> APIRouter:
         answer = {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens, "token_strs": None}
         if body.return_token_strs:
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in tokens]
-        return Response(to_json(answer), media_type="application/json")
+        return MsgspecJSONResponse(answer)
 
     @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -76,6 +76,6 @@ def tokenize_routes(services: Services) -> APIRouter:
         body = await read_model(request, DetokenizeRequest, limit)
         tokenizer = await services.tokenizers.get(caller_of(request).find_model(services.core.catalog, body.model))
         text = tokenizer.decode(body.tokens, skip_special_tokens=False, field="tokens")
-        return Response(to_json({"prompt": text}), media_type="application/json")
+        return MsgspecJSONResponse({"prompt": text})
 
     return router

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,6 +13,7 @@ from remora.platform.base.span_file import StoredSpan
 from remora.platform.base.trace_store import TraceSummary
 from remora.platform.http.caller import Caller, caller_of
 from remora.platform.http.errors import invalid_request
+from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.services import Services
 
 
@@ -50,7 +50,7 @@ def trace_routes(services: Services) -> APIRouter:
             failed=query.failed,
             limit=query.limit,
         )
-        return _json({"object": "list", "data": [summary_document(each) for each in found]})
+        return MsgspecJSONResponse({"object": "list", "data": [summary_document(each) for each in found]})
 
     @router.get("/v1/traces/{trace_id}")
     async def show_trace(request: Request, trace_id: str) -> Response:
@@ -62,7 +62,7 @@ def trace_routes(services: Services) -> APIRouter:
                 " written yet, which takes half a second.",
                 field="trace_id",
             )
-        return _json(trace_document(spans))
+        return MsgspecJSONResponse(trace_document(spans))
 
     return router
 
@@ -118,7 +118,3 @@ def trace_document(spans: list[StoredSpan]) -> dict[str, Any]:
             for span in spans
         ],
     }
-
-
-def _json(document: Any) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
