@@ -179,8 +179,8 @@ class Moves:
 
     def pool_of(self, replica_id: ReplicaId | None) -> PoolId | None:
         """None for a replica that is not connected."""
-        cards = (each.card for each in self._core.connections() if each.replica_id == replica_id)
-        return next((card.pool_id for card in cards if card is not None), None)
+        connection = None if replica_id is None else self._core.connection(replica_id)
+        return None if connection is None or connection.card is None else connection.card.pool_id
 
     # ---- draining ----------------------------------------------------------------------------------------------------
 

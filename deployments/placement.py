@@ -64,13 +64,13 @@ def place(key: bytes, candidates: Sequence[Candidate], request_tokens: int, owne
     mean = (sum(candidate.load_tokens for candidate in candidates) + request_tokens) / len(candidates)
     # A request larger than the bound must still be possible on an idle replica.
     limit = max(LOAD_BOUND * mean, request_tokens)
-    home = {candidate.pool_id for candidate in candidates if candidate.replica_id == owner}
+    home = next((candidate for candidate in candidates if candidate.replica_id == owner), None)
+    if home is not None and home.load_tokens + request_tokens <= limit:
+        return Choice(home.replica_id, "owner")
+    home_pool = None if home is None else home.pool_id
     pools = sorted(
-        {c.pool_id for c in candidates}, key=lambda pool: (pool not in home, -rendezvous_score(key, pool), pool)
+        {c.pool_id for c in candidates}, key=lambda pool: (pool != home_pool, -rendezvous_score(key, pool), pool)
     )
-    for candidate in candidates:
-        if candidate.replica_id == owner and candidate.load_tokens + request_tokens <= limit:
-            return Choice(candidate.replica_id, "owner")
     for rank, pool_id in enumerate(pools):
         members = [candidate for candidate in candidates if candidate.pool_id == pool_id]
         best = min(members, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))

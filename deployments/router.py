@@ -103,6 +103,9 @@ class RouterCore:
         """Of all listed replicas, connected or not."""
         return list(self._connections.values())
 
+    def connection(self, replica_id: ReplicaId) -> ReplicaConnection | None:
+        return self._connections.get(replica_id)
+
     def listed(self, replica_id: ReplicaId) -> Listed:
         return self._listed[replica_id]
 

@@ -79,10 +79,10 @@ def move_routes(services: Services) -> APIRouter:
 
     async def drain(request: Request, replica_id: str, *, draining: bool) -> Response:
         await read_model(request, EmptyBody, max_bytes)
-        found = [each for each in core.connections() if each.replica_id == replica_id]
-        if not found:
+        connection = core.connection(ReplicaId(replica_id))
+        if connection is None:
             raise NotFound(f"There is no replica {replica_id!r}; GET /v1/replicas lists them.", field="replica_id")
-        await found[0].link.drain(draining)
+        await connection.link.drain(draining)
         return MsgspecJSONResponse({"id": replica_id, "object": "replica", "draining": draining})
 
     return router
