@@ -40,7 +40,7 @@ class ClusterPools:
 
     async def _described(self) -> list[tuple[Any, PoolDescription]]:
         pools = await asyncio.to_thread(find_pools, self._cluster_name)
-        described = await asyncio.gather(*(self._describe(pool) for pool in pools))
+        described = await asyncio.gather(*(_try(_describe(pool)) for pool in pools))
         return [(pool, each) for pool, each in zip(pools, described, strict=True) if each is not None]
 
     async def set_quota(self, namespace_id: NamespaceId, change: Callable[[Quota], Quota]) -> None:
@@ -97,28 +97,27 @@ class ClusterPools:
     ) -> dict[str, int]:
         """Pool id → how many of the first blocks of a chain it has, of those that answer in time."""
         pools = await asyncio.to_thread(find_pools, self._cluster_name)
-        found = await asyncio.gather(*(self._find(pool, namespace_id, fingerprint, tuple(hashes)) for pool in pools))
-        return {pool_id: count for pool_id, count in found if pool_id}
 
-    async def _find(
-        self, pool: Any, namespace_id: NamespaceId, fingerprint: bytes, hashes: tuple[BlockHash, ...]
-    ) -> tuple[str, int]:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                binding = msgspec.msgpack.decode(await pool.binding.remote(), type=PoolBinding)
-                return str(binding.pool_id), int(await pool.find_blocks.remote(namespace_id, fingerprint, hashes))
-        except (RayError, TimeoutError) as error:
-            logger.warning("a pool does not answer: %s", str(error).partition("\n")[0])
-            return "", 0
+        async def find(pool: Any) -> tuple[str, int]:
+            binding = msgspec.msgpack.decode(await pool.binding.remote(), type=PoolBinding)
+            return str(binding.pool_id), int(await pool.find_blocks.remote(namespace_id, fingerprint, tuple(hashes)))
 
-    async def _describe(self, pool: Any) -> PoolDescription | None:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                description: PoolDescription = await pool.describe.remote()
-                return description
-        except (RayError, TimeoutError) as error:
-            logger.warning("a pool does not answer: %s", str(error).partition("\n")[0])
-            return None
+        found = await asyncio.gather(*(_try(find(pool)) for pool in pools))
+        return dict(each for each in found if each is not None)
+
+
+async def _describe(pool: Any) -> PoolDescription:
+    description: PoolDescription = await pool.describe.remote()
+    return description
+
+
+async def _try(call: Awaitable[Result]) -> Result | None:
+    """None when the pool does not answer in time: its part of an answer is left out."""
+    try:
+        return await _ask(call)
+    except Unavailable as error:
+        logger.warning("%s", error)
+        return None
 
 
 async def _ask(call: Awaitable[Result], *, timeout_s: float = TIMEOUT_S) -> Result:
