@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from remora.namespaces.commands import Quota, SetQuota
-from remora.namespaces.quotas import parent_of
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.ids import LeaseId, NamespaceId
+from remora.platform.base.namespace_tree import parent_of
 
 
 def quota_changes(present: Sequence[NamespaceReport], wanted: Sequence[SetQuota]) -> list[SetQuota]:

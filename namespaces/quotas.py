@@ -18,7 +18,7 @@ G // extent_bytes whole extents and those that fit the rest.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from remora.namespaces.adviser import CapacityAdviser
 from remora.namespaces.commands import SetQuota
@@ -27,6 +27,7 @@ from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.hashing import sharing_domain
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import ModelId, NamespaceId
+from remora.platform.base.namespace_tree import parent_of
 
 
 class Holding:
@@ -329,16 +330,6 @@ class QuotaBook:
                 raise IntegrityError(f"namespace {namespace.namespace_id}: bytes are not those of its tree")
             if sum(child.guaranteed_bytes for child in below) > namespace.guaranteed_bytes:
                 raise IntegrityError(f"namespace {namespace.namespace_id}: its children are guaranteed more than it is")
-
-
-def parent_of(name: NamespaceId, known: Container[NamespaceId]) -> NamespaceId | None:
-    """The longest known name of which this one is a part below: `a/b` of `a/b/c`."""
-    above = name.rpartition("/")[0]
-    while above:
-        if above in known:
-            return NamespaceId(above)
-        above = above.rpartition("/")[0]
-    return None
 
 
 def _protected(account: Namespace, space: GeometrySpace, lineage: set[Namespace]) -> int:

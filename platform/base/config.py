@@ -16,6 +16,8 @@ from pydantic import BaseModel, ByteSize, Discriminator, Field, Tag, ValidationE
 from remora.platform.base.config_types import Name, NamespaceName
 from remora.platform.base.config_types import Section as _Section
 from remora.platform.base.errors import ConfigError
+from remora.platform.base.ids import NamespaceId
+from remora.platform.base.namespace_tree import parent_of
 from remora.platform.base.serve_environment import is_loopback
 from remora.platform.base.tenants import TenantConfig, check_tenants
 
@@ -212,6 +214,8 @@ class RemoraConfig(_Section):
                     f"models.{model.name}.default_namespace: {model.default_namespace!r} is no namespace of this model"
                 )
         guaranteed = dict.fromkeys(devices, 0)
+        namespaces = {NamespaceId(namespace.name): namespace for namespace in self.namespaces}
+        below = dict.fromkeys(namespaces, 0)
         for namespace in self.namespaces:
             if namespace.model not in models:
                 raise ValueError(
@@ -222,20 +226,21 @@ class RemoraConfig(_Section):
                     f"namespaces.{namespace.name}.guaranteed: {namespace.guaranteed} bytes exceed its limit "
                     f"of {namespace.limit} bytes"
                 )
-            parent = self._parent_of(namespace)
-            if parent is None:
+            parent_id = parent_of(NamespaceId(namespace.name), namespaces)
+            if parent_id is None:
                 guaranteed[models[namespace.model].device] += namespace.guaranteed
-            elif parent.model != namespace.model:
+            elif (model_name := namespaces[parent_id].model) != namespace.model:
                 raise ValueError(
-                    f"namespaces.{namespace.name}.model: {namespace.model!r}, but its parent {parent.name!r} is of "
-                    f"model {parent.model!r}"
+                    f"namespaces.{namespace.name}.model: {namespace.model!r}, but its parent {parent_id!r} is of "
+                    f"model {model_name!r}"
                 )
-        for parent in self.namespaces:
-            below = sum(each.guaranteed for each in self.namespaces if self._parent_of(each) is parent)
-            if below > parent.guaranteed:
+            else:
+                below[parent_id] += namespace.guaranteed
+        for parent_id, parent in namespaces.items():
+            if below[parent_id] > parent.guaranteed:
                 raise ValueError(
-                    f"namespaces.{parent.name}.guaranteed: {int(parent.guaranteed)} bytes, but those below it are "
-                    f"guaranteed {below} bytes, which are parts of it"
+                    f"namespaces.{parent_id}.guaranteed: {int(parent.guaranteed)} bytes, but those below it are "
+                    f"guaranteed {below[parent_id]} bytes, which are parts of it"
                 )
         for device in self.devices:
             if guaranteed[device.name] > device.arena_bytes:
@@ -249,11 +254,6 @@ class RemoraConfig(_Section):
                     f"at most half of arena_bytes ({int(device.arena_bytes)})"
                 )
         return self
-
-    def _parent_of(self, namespace: NamespaceConfig) -> NamespaceConfig | None:
-        """The closest configured namespace above it in the tree of names."""
-        above = [each for each in self.namespaces if namespace.name.startswith(f"{each.name}/")]
-        return max(above, key=lambda each: len(each.name), default=None)
 
     def namespaces_of(self, model_name: str) -> tuple[NamespaceConfig, ...]:
         """The model's namespaces, its default first. A model without any gets one of its own name."""
