@@ -63,15 +63,17 @@ class ModelReplica:
         bind_replica_to_loopback()
         self._config = config
         self._model_config = next(model for model in config.models if model.name == model_name)
-        self._device = next(device for device in config.devices if device.name == self._model_config.device)
+        self._device = config.device_of(self._model_config)
         self._catalog = Catalog(config)
         self.replica_id = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         setup_telemetry(f"replica-{model_name}", config.telemetry, config.cluster.state_dir or default_state_dir())
         self._loop = asyncio.get_running_loop()
         pool = get_or_create_pool(config, self._device.name, ray.get_runtime_context().get_node_id())
-        num_threads = self._device.num_threads or len(os.sched_getaffinity(0))
         self._model: LoadedModel = await asyncio.to_thread(
-            load_model, self._model_config, block_tokens=self._device.block_tokens, num_threads=num_threads
+            load_model,
+            self._model_config,
+            block_tokens=self._device.block_tokens,
+            num_threads=self._device.num_threads,
         )
         state_dir = config.cluster.state_dir or default_state_dir()
         check_gate(self._model_config, self._model.geometry, self._model.fingerprint, state_dir)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,19 +80,23 @@ def load_model(
     model: ModelConfig,
     *,
     block_tokens: int,
-    num_threads: int,
+    num_threads: int | None = None,
     progress: Progress | None = None,
     make_decoder: MakeDecoder | None = None,
 ) -> LoadedModel:
     """Reads, checks and packs a model; needs little more memory than the packed weights.
 
-    `progress` is told a line now and then (default: the log); `make_decoder`: default kernels/registry.py's. Raises
-    ModelError for what cannot be served right, and for a model larger than the memory that is available, before any
-    weight is read.
+    `num_threads`: default: the cores of this process; `progress` is told a line now and then (default: the log);
+    `make_decoder`: default kernels/registry.py's. Raises ModelError for what cannot be served right, and for a model
+    larger than the memory that is available, before any weight is read.
     """
     say: Progress = progress or (lambda line: logger.info("model %s: %s", model.name, line))
     loader = _Loader(
-        model=model, block_tokens=block_tokens, num_threads=num_threads, say=say, make_decoder=make_decoder
+        model=model,
+        block_tokens=block_tokens,
+        num_threads=num_threads or len(os.sched_getaffinity(0)),
+        say=say,
+        make_decoder=make_decoder,
     )
     files = resolve_source(model)
     return loader.from_gguf(files.path) if files.kind == "gguf" else loader.from_folder(files.path)

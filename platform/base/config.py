@@ -255,6 +255,10 @@ class RemoraConfig(_Section):
                 )
         return self
 
+    def device_of(self, model: ModelConfig) -> DeviceConfig:
+        """The device that the model names."""
+        return next(device for device in self.devices if device.name == model.device)
+
     def namespaces_of(self, model_name: str) -> tuple[NamespaceConfig, ...]:
         """The model's namespaces, its default first. A model without any gets one of its own name."""
         own = [namespace for namespace in self.namespaces if namespace.model == model_name]

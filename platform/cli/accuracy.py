@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,8 +103,7 @@ def _load(model: ModelConfig, device: DeviceConfig) -> LoadedModel:
     click.echo(
         f"reading with weights {model.weights}, K {model.kv_precisions[0]}, V {model.kv_precisions[1]}", err=True
     )
-    num_threads = device.num_threads or len(os.sched_getaffinity(0))
-    return load_model(model, block_tokens=device.block_tokens, num_threads=num_threads)
+    return load_model(model, block_tokens=device.block_tokens, num_threads=device.num_threads)
 
 
 def _reference_words(model: ModelConfig) -> str:

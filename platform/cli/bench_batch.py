@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +15,6 @@ from remora.platform.base.errors import NotFound
 from remora.platform.cli.batch_load import BatchCase, BatchTimes, run_batch
 from remora.platform.cli.table import print_table
 
-_BLOCK_TOKENS = 32
 _COLUMNS = ["PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s"]
 
 
@@ -39,7 +37,12 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
     "-npl", "num_sequences", callback=_numbers, default="1,8,32", show_default=True, help="Sequences at once."
 )
 @click.option("-pps", "shared_prompt", is_flag=True, help="All sequences share one prompt, which is computed once.")
-@click.option("-t", "--threads", type=click.IntRange(min=1), help="Default: the cores of this process.")
+@click.option(
+    "-t",
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Default: those of the model's device, else the cores of this process.",
+)
 @click.option("--output", type=click.Choice(["table", "jsonl"]), default="table", show_default=True)
 def batch(
     name: str | None,
@@ -59,7 +62,8 @@ def batch(
 
     config = load_config(path or DEFAULT_CONFIG)
     model = _find(config.models, name)
-    loaded = load_model(model, block_tokens=_BLOCK_TOKENS, num_threads=threads or len(os.sched_getaffinity(0)))
+    device = config.device_of(model)
+    loaded = load_model(model, block_tokens=device.block_tokens, num_threads=threads or device.num_threads)
     longest = max(prompt_tokens) + max(output_tokens)
     if longest > loaded.max_model_len:
         raise click.BadParameter(

@@ -140,8 +140,7 @@ def _find_model(config: RemoraConfig, name: str) -> tuple[ModelConfig, int]:
     if not found:
         (model,) = parse_config({"models": [{"name": "sized", "source": name}]}).models
         return model, config.devices[0].block_tokens
-    device = next(device for device in config.devices if device.name == found[0].device)
-    return found[0], device.block_tokens
+    return found[0], config.device_of(found[0]).block_tokens
 
 
 def _served_geometries(geometry: KVGeometry) -> Iterator[KVGeometry]:

@@ -114,7 +114,7 @@ def read_spec(model: ModelConfig, *, with_weights: bool = True) -> ModelSpec | N
 
 def _plan_model(model: ModelConfig, config: RemoraConfig) -> ModelPlan:
     files = resolve_source(model)
-    block_tokens = next(device.block_tokens for device in config.devices if device.name == model.device)
+    block_tokens = config.device_of(model).block_tokens
     spec = _read_spec(model, files)
     if spec is None:
         return ModelPlan(
