@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from remora.cache_actors.local_pool import LocalPool
@@ -49,6 +50,30 @@ class BatchTimes:
     output_tokens: int
 
 
+class _Tally:
+    """Counts what the engine says."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.num_ended = 0
+        self.num_tokens = 0
+        #: Of the first sequence that ended early.
+        self.failure: str | None = None
+        self._begun: set[RequestId] = set()
+
+    def add(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.token_ids:
+                self._begun.add(delta.request_id)
+                self.num_tokens += len(delta.token_ids)
+            if delta.finish_reason in ("error", "abort"):
+                self.failure = self.failure or (
+                    f"{delta.request_id} ended early: {delta.error_message or delta.finish_reason}"
+                )
+            self.num_ended += delta.finish_reason is not None
+        self.num_begun = len(self._begun)
+
+
 def run_batch(model: LoadedModel, case: BatchCase, *, max_step_tokens: int = 2048, seed: int = 0) -> BatchTimes:
     """Greedy, end of text ignored, random prompts. Raises RemoraError when the engine ends a sequence early."""
     geometry, block_tokens = model.geometry, model.geometry.block_tokens
@@ -60,14 +85,14 @@ def run_batch(model: LoadedModel, case: BatchCase, *, max_step_tokens: int = 204
         fingerprint=model.fingerprint,
     )
     root = chain_root(model.fingerprint, sharing_domain(_NAMESPACE, "", ""))
-    deltas: list[TokenDelta] = []
+    tally = _Tally()
     engine = Engine(
         model,
         pool.memory,
         pool,
         OpenGate(),
         SystemClock(),
-        lambda _router_id, new: deltas.extend(new),
+        lambda _router_id, deltas: tally.add(deltas),
         find_namespace=lambda _: EngineNamespace(root=root),
         config=EngineConfig(max_num_seqs=case.num_sequences, max_step_tokens=max_step_tokens),
     )
@@ -89,43 +114,34 @@ def run_batch(model: LoadedModel, case: BatchCase, *, max_step_tokens: int = 204
             )
         )
 
-    def step_until(wanted: int) -> float:
-        """Steps until so many sequences have begun (or, all having begun, ended); the time of the last step's end."""
+    def step_until(count: Callable[[], int], wanted: int) -> float:
+        """Steps until so many sequences have begun or ended; the time of the last step's end."""
         last_s = time.perf_counter()
         while count() < wanted:
-            before = len(deltas)
+            before = tally.num_tokens
             engine.step()
             now_s = time.perf_counter()
-            if len(deltas) > before:
+            if tally.failure is not None:
+                raise RemoraError(tally.failure)
+            if tally.num_tokens > before:
                 last_s = now_s
             elif now_s - last_s > _STALL_S:
                 raise RemoraError(f"the engine computes nothing: {engine.stats()}")
         return time.perf_counter()
 
-    def num_begun() -> int:
-        return len({delta.request_id for delta in deltas if delta.token_ids})
-
-    def num_ended() -> int:
-        for delta in deltas:
-            if delta.finish_reason in ("error", "abort"):
-                raise RemoraError(f"{delta.request_id} ended early: {delta.error_message or delta.finish_reason}")
-        return sum(delta.finish_reason is not None for delta in deltas)
-
     try:
         started_s, common = time.perf_counter(), prompt()
-        count = num_ended
+        num_submitted = case.num_sequences
         if case.shared_prompt:
             submit("prompt", common, 1)
-            step_until(1)
-            deltas.clear()
+            step_until(lambda: tally.num_ended, 1)
+            num_submitted += 1
         for index in range(case.num_sequences):
             submit(f"r{index}", common if case.shared_prompt else prompt(), case.output_tokens)
-        count = num_begun
-        begun_s = step_until(case.num_sequences)
-        num_early = sum(len(delta.token_ids) for delta in deltas)
-        count = num_ended
-        ended_s = step_until(case.num_sequences)
-        num_output = sum(len(delta.token_ids) for delta in deltas)
+        begun_s = step_until(lambda: tally.num_begun, num_submitted)
+        num_early = tally.num_tokens
+        ended_s = step_until(lambda: tally.num_ended, num_submitted)
+        num_late = tally.num_tokens - num_early
     finally:
         engine.stop()
-    return BatchTimes(prompt_s=begun_s - started_s, output_s=ended_s - begun_s, output_tokens=num_output - num_early)
+    return BatchTimes(prompt_s=begun_s - started_s, output_s=ended_s - begun_s, output_tokens=num_late)
