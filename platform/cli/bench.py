@@ -22,6 +22,7 @@ from remora.platform.cli.bench_batch import batch
 from remora.platform.cli.client import base_url, get_json, make_client, url_option
 from remora.platform.cli.instance import InstanceStore
 from remora.platform.cli.load_generator import LoadPlan, LoadResult, percentile, run_load
+from remora.platform.cli.number_list import number_list
 from remora.platform.cli.table import print_table
 
 _START_TIMEOUT_S = 600.0
@@ -32,7 +33,9 @@ _NAME = "bench"
 @click.pass_context
 @url_option
 @click.option("-m", "--model", help="Model to load; default: the first one served.")
-@click.option("-c", "--clients", default="1,8,32", show_default=True, help="Numbers of clients, one run each.")
+@click.option(
+    "-c", "--clients", callback=number_list, default="1,8,32", show_default=True, help="Numbers of clients, a run each."
+)
 @click.option("--requests", default=4, show_default=True, type=click.IntRange(min=1), help="Requests a client.")
 @click.option("--prompt-tokens", default=128, show_default=True, type=click.IntRange(min=1))
 @click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(min=1))
@@ -43,7 +46,7 @@ def bench(
     context: click.Context,
     url: str | None,
     model: str | None,
-    clients: str,
+    clients: list[int],
     requests: int,
     prompt_tokens: int,
     output_tokens: int,
@@ -54,15 +57,11 @@ def bench(
     """Measures tokens per second, time to first token and inter-token time over HTTP."""
     if context.invoked_subcommand is not None:
         return
-    try:
-        numbers = [int(number) for number in clients.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{clients!r} is no list of numbers such as 1,8,32", param_hint="--clients") from None
     if start:
         with _platform() as started_url:
-            results = _measure(started_url, model, numbers, requests, prompt_tokens, output_tokens, seed)
+            results = _measure(started_url, model, clients, requests, prompt_tokens, output_tokens, seed)
     else:
-        results = _measure(base_url(url), model, numbers, requests, prompt_tokens, output_tokens, seed)
+        results = _measure(base_url(url), model, clients, requests, prompt_tokens, output_tokens, seed)
     if as_json:
         for result in results:
             click.echo(json.dumps(summary(result)))
@@ -94,12 +93,12 @@ def summary(result: LoadResult) -> dict[str, dict[str, float]]:
 
 
 def _measure(
-    url: str, model: str | None, numbers: list[int], requests: int, prompt_tokens: int, output_tokens: int, seed: int
+    url: str, model: str | None, clients: list[int], requests: int, prompt_tokens: int, output_tokens: int, seed: int
 ) -> list[LoadResult]:
     with make_client(url) as client:
         model = model or str(get_json(client, "/v1/models")["data"][0]["id"])
     results = []
-    for run, num_clients in enumerate([numbers[0], *numbers]):
+    for run, num_clients in enumerate([clients[0], *clients]):
         plan = LoadPlan(
             url=url,
             model=model,

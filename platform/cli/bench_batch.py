@@ -13,28 +13,19 @@ from remora.deployments.models.load import load_model
 from remora.platform.base.config import ModelConfig, load_config
 from remora.platform.base.errors import NotFound
 from remora.platform.cli.batch_load import BatchCase, BatchTimes, run_batch
+from remora.platform.cli.number_list import number_list
 from remora.platform.cli.table import print_table
 
 _COLUMNS = ["PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s"]
 
 
-def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in value.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"{value!r} is no list of numbers such as 1,8,32")
-    return numbers
-
-
 @click.command(name="batch")
 @click.option("-m", "--model", "name", help="Of the configuration; default: its first.")
 @click.option("-f", "--config", "path", type=click.Path(path_type=Path), help="Default: what `remora up` serves.")
-@click.option("-npp", "prompt_tokens", callback=_numbers, default="128", show_default=True, help="Tokens a prompt.")
-@click.option("-ntg", "output_tokens", callback=_numbers, default="64", show_default=True, help="Tokens generated.")
+@click.option("-npp", "prompt_tokens", callback=number_list, default="128", show_default=True, help="Tokens a prompt.")
+@click.option("-ntg", "output_tokens", callback=number_list, default="64", show_default=True, help="Tokens generated.")
 @click.option(
-    "-npl", "num_sequences", callback=_numbers, default="1,8,32", show_default=True, help="Sequences at once."
+    "-npl", "num_sequences", callback=number_list, default="1,8,32", show_default=True, help="Sequences at once."
 )
 @click.option("-pps", "shared_prompt", is_flag=True, help="All sequences share one prompt, which is computed once.")
 @click.option(
