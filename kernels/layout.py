@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from remora.namespaces.geometry import QUANTISED, KVGeometry, row_bytes, scales_per_row
+from remora.namespaces.geometry import QUANTISED, SCALE_BYTES, KVGeometry, row_bytes, scales_per_row
 from remora.platform.base.errors import KernelError
 
 #: Index of K and of V in the second axis of the views.
 K_SIDE, V_SIDE = 0, 1
 
-_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Of precisions that are not quantised.
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: numpy has no bfloat16: its bits are seen as uint16.
 _NUMPY_DTYPES: dict[str, type[np.float32] | type[np.uint16]] = {"fp32": np.float32, "bf16": np.uint16}
-_SCALE_BYTES = 2
 
 
 class BlockLayout:
@@ -47,7 +47,7 @@ class BlockLayout:
         self._row_bytes = tuple(row_bytes(precision, group.head_dim) for precision in self.precisions)
         self.num_scales = tuple(scales_per_row(precision, group.head_dim) for precision in self.precisions)
         self._head_bytes = tuple(
-            self.block_tokens * (row + _SCALE_BYTES * scales)
+            self.block_tokens * (row + SCALE_BYTES * scales)
             for row, scales in zip(self._row_bytes, self.num_scales, strict=True)
         )
 
@@ -60,14 +60,14 @@ class BlockLayout:
     def precision(self) -> str:
         """That of K and V alike. Raises KernelError when they differ or are quantised: few kernels serve that."""
         k, v = self.precisions
-        if k != v or k not in _TORCH_DTYPES:
+        if k != v or k not in TORCH_DTYPES:
             raise KernelError(f"KV precision K={k}, V={v}: served here are fp32 and bf16, K and V alike")
         return k
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """Of K and V alike; raises like `precision`."""
-        return _TORCH_DTYPES[self.precision]
+        return TORCH_DTYPES[self.precision]
 
     @property
     def value_bytes(self) -> int:
@@ -91,7 +91,7 @@ class BlockLayout:
     def scales_view(self, data: NDArray[np.uint8], side: int) -> NDArray[np.uint16]:
         """K's or V's scales as bf16 bits [N, L, H, B, G], without a copy; G is 0 for what has none."""
         start = self.block_tokens * self._row_bytes[side]
-        return self._view(data, side, start, self.num_scales[side], _SCALE_BYTES, np.uint16)
+        return self._view(data, side, start, self.num_scales[side], SCALE_BYTES, np.uint16)
 
     def _view(self, data: NDArray[np.uint8], side: int, start: int, count: int, size: int, dtype: type) -> NDArray[Any]:
         offset = self.offset_bytes(block=0, layer=0, side=side) + start

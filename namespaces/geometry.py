@@ -16,7 +16,8 @@ QUANTISED: frozenset[Precision] = frozenset({"int8", "int4"})
 #: Values of one int4 row that share a scale; the last group of a row may be shorter. int8 has one scale a row.
 INT4_GROUP = 32
 _BYTES_PER_16_VALUES: dict[str, int] = {"fp32": 64, "bf16": 32, "int8": 16, "int4": 8}
-_SCALE_BYTES = 2
+#: Of one scale: bf16.
+SCALE_BYTES = 2
 
 
 def row_bytes(precision: Precision, head_dim: int) -> int:
@@ -46,7 +47,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
             self.num_layers
             * self.num_kv_heads
             * sum(
-                row_bytes(precision, self.head_dim) + _SCALE_BYTES * scales_per_row(precision, self.head_dim)
+                row_bytes(precision, self.head_dim) + SCALE_BYTES * scales_per_row(precision, self.head_dim)
                 for precision in (self.k_precision, self.v_precision)
             )
         )

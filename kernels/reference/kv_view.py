@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from remora.kernels.layout import BlockLayout
-from remora.kernels.reference.quantise import dequantise, quantise
+from remora.kernels.layout import TORCH_DTYPES, BlockLayout
+from remora.kernels.reference.row_codec import decode_rows, encode_rows
 from remora.namespaces.geometry import QUANTISED
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class KVView:
@@ -33,20 +31,15 @@ class KVView:
         Returns which rows could be held [T]: not those with a NaN, an infinity, or what becomes one.
         """
         precision = self.layout.precisions[side]
-        if precision in QUANTISED:
-            codes, scales = quantise(rows_THD, precision)
-            self._scales[side][block_T, layer, :, slot_T] = scales
-            held = scales
-        else:
-            held = rows_THD.to(_DTYPES[precision]).contiguous()
-            codes = held.view(torch.uint8)
+        codes, held = encode_rows(rows_THD, precision)
         self._rows[side][block_T, layer, :, slot_T] = codes
+        if precision in QUANTISED:
+            self._scales[side][block_T, layer, :, slot_T] = held
+        else:
+            held = codes.view(TORCH_DTYPES[precision])
         return torch.isfinite(held).flatten(1).all(dim=1)
 
     def read(self, side: int, layer: int | slice, blocks: torch.Tensor) -> torch.Tensor:
         """[n, H, B, D] in fp32; with a slice of layers [n, l, H, B, D]."""
-        precision = self.layout.precisions[side]
-        codes = self._rows[side][blocks, layer]
-        if precision in QUANTISED:
-            return dequantise(codes, self._scales[side][blocks, layer], self.layout.head_dim, precision)
-        return codes.contiguous().view(_DTYPES[precision]).to(torch.float32)
+        codes, scales = self._rows[side][blocks, layer], self._scales[side][blocks, layer]
+        return decode_rows(codes, scales, self.layout.head_dim, self.layout.precisions[side])

@@ -10,13 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
-from remora.kernels.reference.quantise import dequantise, quantise
 from remora.kernels.reference.rope import rope_tables, rotate
-from remora.namespaces.geometry import QUANTISED
+from remora.kernels.reference.row_codec import decode_rows, encode_rows
 
 #: Tokens that are rotated at once: a few MiB in fp32 for common models.
 _MAX_TOKENS = 128
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def move_slots(
@@ -55,12 +53,7 @@ def _turned(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes and scales of K after `delta` positions."""
     precision = layout.precisions[K_SIDE]
-    if precision in QUANTISED:
-        values = dequantise(codes, scales, layout.head_dim, precision)
-    else:
-        values = codes.contiguous().view(_DTYPES[precision]).to(torch.float32)
+    values = decode_rows(codes, scales, layout.head_dim, precision)
     rows_1MD = values.reshape(1, -1, layout.head_dim)
     turned = rotate(rows_1MD, *rope_tables(torch.tensor([delta]), inv_freq)).reshape(values.shape)
-    if precision in QUANTISED:
-        return quantise(turned, precision)
-    return turned.to(_DTYPES[precision]).contiguous().view(torch.uint8), scales
+    return encode_rows(turned, precision)
