@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from remora.kernels.grouped import GroupedTensor
 
 WeightPrecision = Literal["fp32", "bf16", "int8", "int4"]
+#: Sampling weights are summed in pieces of this length, then one piece is searched. As in native/src/rows.h.
+WEIGHT_PIECE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

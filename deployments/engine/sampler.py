@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from remora.deployments.engine.draws import uniform
 from remora.deployments.engine.logits import Float32, LogitShaper, ban
 from remora.deployments.engine.messages import SamplingParams, TokenLogprob
+from remora.kernels.base import WEIGHT_PIECE
 
 Int64 = NDArray[np.int64]
 LogSumExp = Callable[[Float32], Float32]
@@ -23,8 +24,6 @@ Weigh = Callable[[Float32, float, float, Float32, Float32], None]
 
 #: Below it sampling is greedy (vLLM's bound): the quotient would overflow.
 _LEAST_TEMPERATURE = 1e-5
-#: Weights are summed in pieces of this length, then one piece is searched.
-_PIECE = 256
 #: The vocabulary is seen as this many rows to bound what top_k can keep.
 _TOP_ROWS = 32
 
@@ -64,7 +63,7 @@ class Sampler:
         self._shaped_V = np.empty(vocab_size, np.float32)
         self._weights_V = np.empty(vocab_size, np.float32)
         self._weigh = weigh if weigh is not None else weigh_row
-        self._piece_sums_P = np.empty(-(-vocab_size // _PIECE), np.float32)
+        self._piece_sums_P = np.empty(-(-vocab_size // WEIGHT_PIECE), np.float32)
 
     def sample(self, logits_RV: Float32, rows: Sequence[SampleRow]) -> list[Sampled]:
         """Chooses a token for each row; `logits_RV` is not changed.
@@ -161,7 +160,7 @@ def weigh_row(logits_V: Float32, largest: float, factor: float, weights_V: Float
     np.subtract(logits_V, np.float32(largest), out=weights_V)
     np.multiply(weights_V, np.float32(factor), out=weights_V)
     np.exp(weights_V, out=weights_V)
-    np.add.reduceat(weights_V, np.arange(0, len(weights_V), _PIECE), out=piece_sums_P)
+    np.add.reduceat(weights_V, np.arange(0, len(weights_V), WEIGHT_PIECE), out=piece_sums_P)
 
 
 def _weights(logits: Float32, largest: np.float32, temperature: float) -> Float32:
@@ -206,9 +205,9 @@ def _draw_from_pieces(weights_V: Float32, piece_sums: Float32, draw: float) -> i
     cumulative = np.cumsum(piece_sums, dtype=np.float64)
     target = draw * float(cumulative[-1])
     piece = _pick(cumulative, target)
-    start = piece * _PIECE
+    start = piece * WEIGHT_PIECE
     before = float(cumulative[piece - 1]) if piece else 0.0
-    return start + _pick(np.cumsum(weights_V[start : start + _PIECE], dtype=np.float64), target - before)
+    return start + _pick(np.cumsum(weights_V[start : start + WEIGHT_PIECE], dtype=np.float64), target - before)
 
 
 def _pick(cumulative: NDArray[np.float64], target: float) -> int:

@@ -6,14 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from remora.kernels.base import WeightPrecision
+from remora.kernels.base import WEIGHT_PIECE, WeightPrecision
 from remora.kernels.grouped import group_rows
 from remora.kernels.native.library import DTYPES, load_library
 from remora.platform.base.errors import KernelError
 
 Float32 = NDArray[np.float32]
-#: As in src/rows.h.
-WEIGHT_PIECE = 256
 
 
 def _contiguous(array: Float32, name: str, ndim: int) -> Float32:
