@@ -110,10 +110,13 @@ def ray_cluster() -> Iterator[None]:
 # ---- which tests run -------------------------------------------------------------------------------------------------
 
 _deselected = pytest.StashKey[dict[str, list[str]]]()
+#: Quick ones first. What tests share of Ray and of the platform stays up to the end and costs every test behind it.
+_ORDER = ("unit", "kernels", "gpu", "engine", "cluster", "e2e")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of a GPU that is not there, and soak tests unless asked for, are left out by name instead of skipped."""
+    """Orders the folders; leaves out, by name, tests of a GPU that is not there and soak tests unless asked for."""
+    items.sort(key=lambda item: next((_ORDER.index(part) for part in item.nodeid.split("/") if part in _ORDER), 0))
     reasons = {}
     if not Path("/dev/nvidiactl").exists():
         reasons["gpu"] = "no NVIDIA GPU here"
