@@ -6,8 +6,10 @@ traces/router-4711.old.jsonl     those before; dropped at the next turn
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,20 @@ class SpanFileExporter(SpanExporter):
 def traces_dir(state_dir: Path) -> Path:
     """Folder of all processes' files."""
     return state_dir / "traces"
+
+
+def folder_id(directory: Path) -> str:
+    """What tells a folder of traces from those of other nodes, wherever it is mounted; empty when it is not there."""
+    path = directory / "folder-id"
+    if not path.exists():
+        if not directory.is_dir():
+            return ""
+        own = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
+        own.write_text(uuid.uuid4().hex)
+        with contextlib.suppress(FileExistsError):  # another process was first
+            path.hardlink_to(own)
+        own.unlink()
+    return path.read_text()
 
 
 def prune_span_files(directory: Path, max_bytes: int) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -59,6 +60,23 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def duration_ms(self) -> float:
         return (self.end_ns - self.start_ns) / 1e6
+
+
+class TraceQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which traces are wanted."""
+
+    #: Only of these; None: of all.
+    namespaces: frozenset[str] | None = None
+    session: str | None = None
+    min_ms: float = 0.0
+    #: Only those with an error in them.
+    failed: bool = False
+    limit: int = 50
+
+
+EVERYTHING: Final = TraceQuery()
+#: A trace in a namespace.
+TraceKey = tuple[str, str]
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -120,6 +138,11 @@ def _slim(span: StoredSpan) -> StoredSpan:
     return msgspec.structs.replace(span, attributes=kept)
 
 
+def in_order(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
+    """By their start; of spans that start together the longest first."""
+    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+
+
 class _File:
     __slots__ = ("file_no", "path", "read_bytes")
 
@@ -140,35 +163,33 @@ class TraceStore:
         self._files: dict[bytes, _File] = {}
         self._num_files_seen = 0
         #: In the order in which the index first heard of them.
-        self._traces: dict[tuple[str, str], _Trace] = {}
+        self._traces: dict[TraceKey, _Trace] = {}
 
-    def search(
-        self,
-        *,
-        namespaces: Collection[str] | None = None,
-        session: str | None = None,
-        min_ms: float = 0.0,
-        failed: bool = False,
-        limit: int = 50,
-    ) -> list[TraceSummary]:
-        """Newest first. `namespaces`: only of these; None: of all. `failed`: only those with an error in them."""
+    def search(self, query: TraceQuery = EVERYTHING) -> list[TraceSummary]:
+        """Newest first."""
 
         def wanted(namespace: str, trace: _Trace) -> bool:
             return (
-                (namespaces is None or namespace in namespaces)
-                and (session is None or trace.session == session)
-                and (trace.last_end_ns - trace.first.start_ns) / 1e6 >= min_ms
-                and (not failed or trace.num_errors > 0)
+                (query.namespaces is None or namespace in query.namespaces)
+                and (query.session is None or trace.session == query.session)
+                and (trace.last_end_ns - trace.first.start_ns) / 1e6 >= query.min_ms
+                and (not query.failed or trace.num_errors > 0)
             )
 
         with self._lock:
             self._refresh()
             found = heapq.nlargest(
-                limit,
+                query.limit,
                 (item for item in self._traces.items() if wanted(item[0][1], item[1])),
                 key=lambda item: item[1].first.start_ns,
             )
             return [trace.summary(*key) for key, trace in found]
+
+    def summaries(self, keys: Iterable[TraceKey]) -> list[TraceSummary]:
+        """Of these traces, those that are here."""
+        with self._lock:
+            self._refresh()
+            return [trace.summary(*key) for key in keys if (trace := self._traces.get(key)) is not None]
 
     def spans(self, trace_id: str, *, namespaces: Collection[str] | None = None) -> list[StoredSpan]:
         """All spans of a trace by start time, of these namespaces; empty when there are none."""
@@ -181,7 +202,7 @@ class TraceStore:
                 for line in trace.lines
             ]
             spans = self._read(lines)
-        return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+        return in_order(spans)
 
     def find(self, beginning: str, *, namespaces: Collection[str] | None = None) -> list[str]:
         """Ids of the traces that begin so."""

@@ -15,7 +15,7 @@ import httpx
 from remora.platform.base.errors import NotFound
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.span_file import StoredSpan, traces_dir
-from remora.platform.base.trace_store import TraceStore, TraceSummary
+from remora.platform.base.trace_store import TraceQuery, TraceStore, TraceSummary
 from remora.platform.cli.client import get_json, make_client
 from remora.platform.cli.table import print_table
 
@@ -55,11 +55,13 @@ def list_traces(
         found = _ask_for_summaries(url, {name: value for name, value in query.items() if value})
     else:
         found = _store(state_dir).search(
-            namespaces=None if namespace is None else {namespace},
-            session=session,
-            min_ms=min_ms,
-            failed=failed,
-            limit=last,
+            TraceQuery(
+                namespaces=None if namespace is None else frozenset({namespace}),
+                session=session,
+                min_ms=min_ms,
+                failed=failed,
+                limit=last,
+            )
         )
     print_table(
         ["TRACE", "STARTED", "NAMESPACE", "SESSION", "IN", "CACHED", "OUT", "MS", "NAME", "ERROR"],
@@ -104,7 +106,8 @@ def _find_spans(store: TraceStore, beginning: str) -> list[StoredSpan]:
 
 def _ask_for_summaries(url: str, query: dict[str, Any]) -> list[TraceSummary]:
     with make_client(url) as client:
-        found = get_json(client, f"/v1/traces?{httpx.QueryParams(query)}")["data"]
+        answer = get_json(client, f"/v1/traces?{httpx.QueryParams(query)}")
+    _say_who_is_silent(answer)
     return [
         TraceSummary(
             trace_id=each["id"],
@@ -122,13 +125,14 @@ def _ask_for_summaries(url: str, query: dict[str, Any]) -> list[TraceSummary]:
             cached_tokens=each["cached_tokens"],
             output_tokens=each["output_tokens"],
         )
-        for each in found
+        for each in answer["data"]
     ]
 
 
 def _ask_for_spans(url: str, trace_id: str) -> list[StoredSpan]:
     with make_client(url) as client:
         document = get_json(client, f"/v1/traces/{trace_id}")
+    _say_who_is_silent(document)
     first_ns = round(document["started"] * 1e9)
     return [
         StoredSpan(
@@ -146,6 +150,11 @@ def _ask_for_spans(url: str, trace_id: str) -> list[StoredSpan]:
         )
         for each in document["spans"]
     ]
+
+
+def _say_who_is_silent(answer: dict[str, Any]) -> None:
+    if silent := answer.get("silent_nodes"):
+        click.echo(f"Spans of {len(silent)} nodes that do not answer are missing: {', '.join(silent)}", err=True)
 
 
 def _store(state_dir: Path | None) -> TraceStore:

@@ -7,9 +7,11 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
@@ -18,6 +20,8 @@ from ray.serve.exceptions import RayServeException
 from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import ReplicaDirectory
 from remora.cache_actors.session_client import RegistrySessions
+from remora.cache_actors.trace_reader import RemoteTraces
+from remora.deployments.cluster_traces import ClusterTraces, LocalTraces
 from remora.deployments.listed import Listed
 from remora.deployments.models.load import load_tokenizer
 from remora.deployments.moves import Moved
@@ -33,7 +37,6 @@ from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
 from remora.platform.base.span_file import traces_dir
 from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
-from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import Family, OneRouter, families_of
@@ -69,7 +72,12 @@ class HttpRouter:
             stats=HttpStats(self._core.stats.registry),
             turns=self._turns,
             running_moves=_AllMoves() if config.http.num_routers > 1 else OwnMoves(self._core),
-            traces=TraceStore(traces_dir(state_dir)),
+            traces=ClusterTraces(
+                own_node_id(),
+                LocalTraces(traces_dir(state_dir)),
+                list_nodes=self._nodes,
+                connect=partial(RemoteTraces, config.cluster),
+            ),
         )
 
     async def move_own(self, session_id: str, target: str) -> bytes:
@@ -79,6 +87,21 @@ class HttpRouter:
     async def own_metrics(self) -> bytes:
         """This router's own metrics, for whichever router answers a scrape."""
         return msgspec.msgpack.encode(families_of(self._core.stats.registry))
+
+    async def own_node(self) -> str:
+        """Where this router runs, for whichever router shows traces."""
+        return own_node_id()
+
+    async def _nodes(self) -> set[str]:
+        """Nodes with processes that write traces."""
+        found = {record.node_id for record in self._directory.replicas()}
+        if self._services.config.http.num_routers > 1:
+            try:
+                async with asyncio.timeout(PEERS_TIMEOUT_S):
+                    found.update(await _routers().broadcast("own_node").results_async())
+            except (RayError, RayServeException, TimeoutError) as error:
+                logger.warning("not all routers say where they are: %s", str(error).partition("\n")[0])
+        return found
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._services, self._lifespan)
@@ -106,6 +129,12 @@ class HttpRouter:
     def _connect(self, replica_id: ReplicaId) -> ReplicaLink:
         (record,) = [each for each in self._directory.replicas() if each.replica_id == replica_id]
         return ServeLink(self._models[record.model_id], replica_id)
+
+
+def own_node_id() -> str:
+    """The Ray node of this process."""
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return node_id
 
 
 def _routers() -> Any:

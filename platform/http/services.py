@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from remora.cache_actors.pool_messages import PoolDescription
+from remora.deployments.cluster_traces import Found
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
 from remora.namespaces.commands import Compacted, Quota, Trimmed
 from remora.platform.base.config import ModelConfig, RemoraConfig
 from remora.platform.base.ids import BlockHash, ModelId, NamespaceId
-from remora.platform.base.trace_store import TraceStore
+from remora.platform.base.span_file import StoredSpan
+from remora.platform.base.trace_store import TraceQuery, TraceSummary
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import RouterFamilies
 from remora.platform.http.running_moves import RunningMoves
@@ -46,6 +48,18 @@ class PoolReports(Protocol):
 
     async def compact(self, namespace_id: NamespaceId) -> Mapping[str, Compacted]:
         """Moves its geometry's blocks together in each pool. Raises Unavailable."""
+        ...
+
+
+class Traces(Protocol):
+    """Asks every node of the instance what its processes have written about requests."""
+
+    async def search(self, query: TraceQuery) -> Found[TraceSummary]:
+        """Newest first."""
+        ...
+
+    async def spans(self, trace_id: str, namespaces: frozenset[str] | None) -> Found[StoredSpan]:
+        """All spans of a trace by start time, of these namespaces; empty when there are none."""
         ...
 
 
@@ -88,4 +102,4 @@ class Services:
     stats: HttpStats
     turns: SessionTurns
     running_moves: RunningMoves
-    traces: TraceStore
+    traces: Traces

@@ -1,8 +1,7 @@
-"""GET /v1/traces: what the processes of this machine have written about requests."""
+"""GET /v1/traces: what the processes of all nodes have written about requests."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -10,14 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from remora.platform.base.errors import NotFound
 from remora.platform.base.span_file import StoredSpan
-from remora.platform.base.trace_store import TraceSummary
+from remora.platform.base.trace_store import TraceQuery, TraceSummary
 from remora.platform.http.caller import Caller, caller_of
 from remora.platform.http.errors import invalid_request
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.services import Services
 
 
-class TracesQuery(BaseModel):
+class TracesParameters(BaseModel):
     """GET /v1/traces."""
 
     model_config = ConfigDict(extra="forbid")
@@ -33,36 +32,38 @@ class TracesQuery(BaseModel):
 
 def trace_routes(services: Services) -> APIRouter:
     router = APIRouter()
-    store = services.traces
 
     @router.get("/v1/traces")
     async def list_traces(request: Request) -> Response:
         """Traces of the caller's namespaces, newest first."""
         try:
-            query = TracesQuery.model_validate(dict(request.query_params))
+            given = TracesParameters.model_validate(dict(request.query_params))
         except ValidationError as error:
             raise invalid_request(error) from None
-        found = await asyncio.to_thread(
-            store.search,
-            namespaces=_visible(caller_of(request), query.namespace),
-            session=query.session,
-            min_ms=query.min_ms,
-            failed=query.failed,
-            limit=query.limit,
+        found = await services.traces.search(
+            TraceQuery(
+                namespaces=_visible(caller_of(request), given.namespace),
+                session=given.session,
+                min_ms=given.min_ms,
+                failed=given.failed,
+                limit=given.limit,
+            )
         )
-        return MsgspecJSONResponse({"object": "list", "data": [summary_document(each) for each in found]})
+        data = [summary_document(each) for each in found.items]
+        return MsgspecJSONResponse({"object": "list", "data": data, "silent_nodes": found.silent_nodes})
 
     @router.get("/v1/traces/{trace_id}")
     async def show_trace(request: Request, trace_id: str) -> Response:
         """All spans of one trace, by start time."""
-        spans = await asyncio.to_thread(store.spans, trace_id, namespaces=caller_of(request).namespaces)
-        if not spans:
+        found = await services.traces.spans(trace_id, caller_of(request).namespaces)
+        if not found.items:
+            silent = f", or be on one of the nodes that do not answer: {', '.join(found.silent_nodes)}"
             raise NotFound(
-                f"There is no trace {trace_id!r}; it may have been dropped from the bounded files, or its spans are not"
-                " written yet, which takes half a second.",
+                f"There is no trace {trace_id!r}; it may have been dropped from the bounded files, or not be written"
+                f" yet, which takes half a second{silent if found.silent_nodes else ''}.",
                 field="trace_id",
             )
-        return MsgspecJSONResponse(trace_document(spans))
+        return MsgspecJSONResponse({**trace_document(found.items), "silent_nodes": found.silent_nodes})
 
     return router
 

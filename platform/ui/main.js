@@ -37,7 +37,7 @@ async function refresh() {
     ]);
     showModels(models.data);
     showSessions(sessions.data);
-    showTraces(traces.data);
+    showTraces(traces.data, traces.silent_nodes);
   }
   round += 1;
 }

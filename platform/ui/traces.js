@@ -4,8 +4,11 @@ import { get } from "./api.js";
 import { el, factsLine, keepInStep, openable, showDetail } from "./dom.js";
 import { clock, count, milliseconds } from "./format.js";
 
-/** Shows the list of `/v1/traces`. */
-export function showTraces(traces) {
+/** Shows the list of `/v1/traces`; what silent nodes have is missing in it. */
+export function showTraces(traces, silentNodes) {
+  const note = document.getElementById("silent-nodes");
+  note.hidden = !silentNodes.length;
+  note.textContent = silentText(silentNodes);
   const body = document.querySelector("#traces tbody");
   body.querySelectorAll(".empty").forEach((cell) => cell.parentElement.remove());
   const longest = Math.max(1, ...traces.map((trace) => trace.duration_ms));
@@ -67,9 +70,14 @@ export async function openTrace(id) {
       ["cached", tokens(root.attributes["gen_ai.usage.cache_read.input_tokens"])],
       ["output", tokens(root.attributes["gen_ai.usage.output_tokens"])],
     ]),
+    ...(trace.silent_nodes.length ? [el("p", { class: "bad" }, silentText(trace.silent_nodes))] : []),
     el("div", { class: "axis" }, el("span", {}, "span"), el("div", {}, ...marks), el("span")),
     el("div", { class: "waterfall" }, ...inTree(trace.spans).map(([span, depth]) => spanRow(span, depth, total, processes))),
   );
+}
+
+function silentText(nodes) {
+  return nodes.length ? `Spans of ${nodes.length} nodes that do not answer are missing: ${nodes.map((id) => id.slice(0, 8)).join(", ")}` : "";
 }
 
 function tokens(number) {

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from remora.platform.base.span_file import StoredSpan, prune_span_files
-from remora.platform.base.trace_store import TraceStore
+from remora.platform.base.trace_store import TraceQuery, TraceStore
 from remora.platform.cli.load_generator import percentile
 from remora.platform.cli.table import table_lines
 from remora.platform.cli.trace import waterfall_lines
@@ -89,14 +89,16 @@ def test_a_platform_elsewhere_is_asked_and_says_the_same(run: Run, state_dir: Pa
     store = TraceStore(state_dir / "traces")
     spans = store.spans("abc123")
     server.documents["/v1/traces/abc123"] = trace_document(spans)
-    found = store.search(namespaces={"chat"})
-    listed = {"data": [summary_document(each) for each in found]}
+    found = store.search(TraceQuery(namespaces=frozenset({"chat"})))
+    listed = {"data": [summary_document(each) for each in found], "silent_nodes": ["node-b"]}
     server.documents["/v1/traces?namespace=chat&limit=20"] = listed
     here = ("--state-dir", str(state_dir))
     there = ("--url", server.url)
     assert run("trace", "show", "-a", "abc123", *there).out == run("trace", "show", "-a", "abc123", *here).out
     arguments = ("trace", "list", "--namespace", "chat")
-    assert run(*arguments, *there).out == run(*arguments, *here).out
+    ran = run(*arguments, *there)
+    assert ran.out == run(*arguments, *here).out
+    assert "1 nodes that do not answer are missing: node-b" in ran.err
     assert run("trace", "show", "nothing", *there).code == 1
 
 

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.span_file import SpanFileExporter, StoredSpan
-from remora.platform.base.trace_store import MAX_SPANS, TraceStore
+from remora.platform.base.trace_store import MAX_SPANS, TraceQuery, TraceStore
 
 MS = 1_000_000
 
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> Iterator[TraceStore]:
 
 
 def ids(store: TraceStore, **query: object) -> list[str]:
-    return [each.trace_id[0] for each in store.search(**query)]  # type: ignore[arg-type]
+    return [each.trace_id[0] for each in store.search(TraceQuery(**query))]  # type: ignore[arg-type]
 
 
 def test_a_trace_of_two_processes_is_one_and_is_named_by_what_began_first(store: TraceStore, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_what_a_query_asks_for_is_what_it_gets(store: TraceStore, tmp_path: Path
         span("c", "1", 30, 40, "code", error_type="OverQuota"),
     )
     assert ids(store) == ["c", "b", "a"]
-    assert ids(store, namespaces={"chat"}) == ["b", "a"]
-    assert ids(store, namespaces=set()) == []
+    assert ids(store, namespaces=frozenset({"chat"})) == ["b", "a"]
+    assert ids(store, namespaces=frozenset()) == []
     assert ids(store, session="s") == ["b"]
     assert ids(store, min_ms=100) == ["b"]
     assert ids(store, failed=True) == ["c"]
@@ -108,7 +108,7 @@ def test_two_namespaces_under_one_trace_id_never_see_each_other(store: TraceStor
         span("a", "1", 0, 10, "chat"),
         span("a", "2", 5, 500, "code", error_type="OverQuota", error="secret"),
     )
-    (found,) = store.search(namespaces={"chat"})
+    (found,) = store.search(TraceQuery(namespaces=frozenset({"chat"})))
     assert (found.num_spans, found.duration_ms, found.error) == (1, 10.0, "")
     assert [each.name for each in store.spans("a" * 32, namespaces={"chat"})] == ["work.1"]
     assert len(store.spans("a" * 32)) == 2
@@ -121,15 +121,15 @@ def test_a_file_that_turns_over_is_followed_and_what_is_dropped_is_forgotten(tmp
     store = TraceStore(tmp_path)
     for number in range(100):
         tracer.start_span(f"span-{number}").end()
-        newest = store.search(limit=1)[0]
+        newest = store.search(TraceQuery(limit=1))[0]
         assert newest.name == f"span-{number}"
         assert [each.name for each in store.spans(newest.trace_id)] == [newest.name]
         store.check_integrity()
     provider.shutdown()
-    listed = store.search(limit=500)
+    listed = store.search(TraceQuery(limit=500))
     assert 5 < len(listed) < 60
     assert all(store.spans(each.trace_id) for each in listed)
-    assert listed == TraceStore(tmp_path).search(limit=500)
+    assert listed == TraceStore(tmp_path).search(TraceQuery(limit=500))
 
 
 def test_the_index_is_bounded_in_traces_and_in_spans_of_one(tmp_path: Path) -> None:

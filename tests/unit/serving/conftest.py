@@ -17,6 +17,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from remora.cache_actors.session_registry import SessionRegistry
+from remora.deployments.cluster_traces import ClusterTraces, LocalTraces, NodeTraces
 from remora.deployments.engine.messages import FeedMessage, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from remora.deployments.feed import FeedHub
 from remora.deployments.listed import Listed
@@ -29,7 +30,6 @@ from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
 from remora.platform.base.span_file import traces_dir
 from remora.platform.base.state_store import SqlStateStore, default_database_url
-from remora.platform.base.trace_store import TraceStore
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import OneRouter
@@ -314,6 +314,8 @@ class Server:
         self.cluster = cluster
         self.core = cluster.core
         self.replica = replica
+        #: Other nodes with traces.
+        self.nodes: dict[str, NodeTraces] = {}
         self.step_s = 0.002
         self.paused = False
         tokenizers = Tokenizers(self.core.catalog.models, lambda _: byte_tokenizer())
@@ -327,12 +329,20 @@ class Server:
             stats=stats,
             turns=self.turns,
             running_moves=OwnMoves(self.core),
-            traces=TraceStore(traces_dir(state_dir)),
+            traces=ClusterTraces(
+                "node-a", LocalTraces(traces_dir(state_dir)), list_nodes=self.list_nodes, connect=self.connect_node
+            ),
         )
         server_config = uvicorn.Config(create_app(services), host="127.0.0.1", port=0, log_config=None, lifespan="off")
         self._server = uvicorn.Server(server_config)
         self._tasks: list[asyncio.Task[None]] = []
         self.url = ""
+
+    async def list_nodes(self) -> set[str]:
+        return set(self.nodes)
+
+    def connect_node(self, node_id: str) -> NodeTraces:
+        return self.nodes[node_id]
 
     async def start(self) -> None:
         self._tasks = [asyncio.create_task(self._server.serve()), asyncio.create_task(self._step())]
