@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from remora.cache_actors.port import EngineCommand, OnAnswer, OnEvent
 from remora.namespaces.commands import (
+    AddFormat,
     AnyAnswer,
     AnyCommand,
     AnyEvent,
@@ -28,6 +29,7 @@ from remora.namespaces.commands import (
     Attached,
     Compact,
     Compacted,
+    FormatAdded,
     LeaseLost,
     ProcessIdentity,
     Quota,
@@ -37,7 +39,7 @@ from remora.namespaces.commands import (
     Tick,
 )
 from remora.namespaces.effects import CopyBlocks, SetGeneration, ZeroBlocks
-from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.platform.base.clock import Clock, SystemClock
 from remora.platform.base.errors import ArenaError, StaleLease
@@ -90,6 +92,7 @@ class LocalDevice:
         weight: float = 1.0,
         tenant: str = "",
         share_group: str = "",
+        kv_precision: KVPrecision | None = None,
     ) -> None:
         """Creates a namespace or changes its quota; no limit: the whole device. Raises ArenaError if refused."""
         answer = self.apply(
@@ -104,6 +107,7 @@ class LocalDevice:
                 ),
                 tenant=tenant,
                 share_group=share_group,
+                kv_precision=kv_precision,
             )
         )
         if not isinstance(answer, QuotaSet):
@@ -280,6 +284,13 @@ class LocalPool:
         answer = self._apply(command)
         self.device.pass_on_events()
         return answer
+
+    def add_format(self, geometry: KVGeometry, fingerprint: bytes) -> LocalMemory:
+        """The memory as sequences of one more precision see it. Raises ArenaError if the pool refuses."""
+        answer = self._apply(AddFormat(lease_id=self.lease_id, geometry=geometry, fingerprint=fingerprint))
+        if not isinstance(answer, FormatAdded):
+            raise ArenaError(f"the local pool refused a format: {answer}")
+        return LocalMemory(self.device.data, geometry)
 
     def _apply(self, command: EngineCommand) -> AnyAnswer:
         self._call_no += 1

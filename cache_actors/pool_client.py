@@ -31,6 +31,7 @@ from remora.cache_actors.pool_messages import PoolBinding, decode_call_reply, de
 from remora.cache_actors.port import EngineCommand, OnAnswer, OnEvent
 from remora.cache_actors.process_watch import process_identity
 from remora.namespaces.commands import (
+    AddFormat,
     AnyAnswer,
     AnyCommand,
     AnyEvent,
@@ -38,6 +39,7 @@ from remora.namespaces.commands import (
     Attached,
     AttachRefused,
     Detach,
+    FormatAdded,
     Refused,
 )
 from remora.namespaces.geometry import KVGeometry
@@ -164,6 +166,17 @@ class PoolClient:
         answer: asyncio.Future[AnyAnswer] = self._loop.create_future()
         self._enqueue(command, answer)
         return await answer
+
+    async def add_format(self, geometry: KVGeometry, fingerprint: bytes) -> ArenaView:
+        """The memory as sequences of one more precision see it. On the replica's event loop only.
+
+        Raises PoolError when the pool refuses; the reason says why.
+        """
+        answer = await self.ask(AddFormat(lease_id=self.lease_id, geometry=geometry, fingerprint=fingerprint))
+        if not isinstance(answer, FormatAdded):
+            reason = answer.message if isinstance(answer, Refused) else str(answer)
+            raise PoolError(f"pool {self.binding.pool_id} refuses a precision: {reason}")
+        return ArenaView(self.arena, geometry)
 
     def _enqueue(self, command: EngineCommand, asked: asyncio.Future[AnyAnswer] | None) -> None:
         with self._lock:

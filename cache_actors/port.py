@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from remora.namespaces.commands import Admit, AnyAnswer, AnyEvent, Extend, Publish, Release, Relocated
+from remora.namespaces.commands import AddFormat, Admit, AnyAnswer, AnyEvent, Extend, Publish, Release, Relocated
 from remora.namespaces.sequence_commands import SequenceCommand
 
-EngineCommand = Admit | Extend | Publish | Release | Relocated | SequenceCommand
+EngineCommand = AddFormat | Admit | Extend | Publish | Release | Relocated | SequenceCommand
 OnAnswer = Callable[[EngineCommand, AnyAnswer], None]
 OnEvent = Callable[[AnyEvent], None]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from remora.namespaces.commands import Admit, Admitted, OverQuota, Refused, Wait
+from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.fair_share import fair_shares
 from remora.namespaces.gathering import make_room
 from remora.namespaces.leases import Lease
@@ -54,7 +55,7 @@ class Admission:
                 self._make_room(parked, answer, entitled)
                 parts.room.blocked = "borrowed" if entitled is None else "guaranteed"
             if entitled is not None:
-                self._revoke(lease, namespace, answer, entitled)
+                self._revoke(lease.space_of(admit), namespace, answer, entitled)
         if admit.deadline_s is not None and admit.deadline_s <= now_s:
             return self._over_quota(lease, admit, namespace, _TOO_LATE)
         return Wait(sequence_id=admit.sequence_id, queue_position=parts.room.add(parked))
@@ -63,6 +64,9 @@ class Admission:
         """A broken protocol, as an answer."""
         tokens = lease.space.geometry.block_tokens
         error = "InvalidRequest"
+        if admit.geometry_id is not None and admit.geometry_id not in lease.formats:
+            message = f"{admit.sequence_id}: the lease has no format of geometry {admit.geometry_id!r}"
+            return Refused(error=error, message=message)
         if namespace is not None and namespace.model_id != lease.attach.model_id:
             message = f"namespace {admit.namespace_id!r} belongs to model {namespace.model_id!r}"
         elif lease.knows(admit.sequence_id):
@@ -94,12 +98,13 @@ class Admission:
 
     def _never(self, lease: Lease, admit: Admit, namespace: Namespace) -> str | None:
         """Why waiting can never help, whatever the others do."""
-        needed = admit.max_blocks * lease.space.block_bytes
+        space = lease.space_of(admit)
+        needed = admit.max_blocks * space.block_bytes
         for account in namespace.lineage():
             if needed > account.quota.limit_bytes:
                 whose = "the limit" if account is namespace else f"the limit of {account.namespace_id}"
                 return f"the request can come to need {needed} bytes, {whose} is {account.quota.limit_bytes}"
-        if admit.max_blocks > lease.space.max_arena_blocks:
+        if admit.max_blocks > space.max_arena_blocks:
             return f"the request can come to need {admit.max_blocks} blocks, the arena holds less"
         return None
 
@@ -110,15 +115,18 @@ class Admission:
         if not parts.ledger.num_referenced and not parts.relocations.moves:
             return True
         spaces = iter(parts.extents.spaces.values())
-        return admit.num_blocks > parts.book.obtainable_blocks(namespace, lease.space, spaces)
+        return admit.num_blocks > parts.book.obtainable_blocks(namespace, lease.space_of(admit), spaces)
 
     def _entitlement(self, lease: Lease, admit: Admit, namespace: Namespace) -> Namespace | None:
         """The closest of the namespace's lineage that stays within its guarantee with what it would then use."""
-        size = lease.space.block_bytes
+        space = lease.space_of(admit)
+        size = space.block_bytes
         entitled = namespace.entitlement(admit.num_blocks * size)
         if entitled is namespace or namespace.entitlement(0) is None:
             return entitled
-        matched = PrefixIndex.match(self.parts.realm(lease, namespace), admit.hashes, self._max_match(lease, admit))
+        matched = PrefixIndex.match(
+            self.parts.realm(lease, space, namespace), admit.hashes, self._max_match(lease, admit)
+        )
         charged = sum(1 for block in matched if not block.refs and namespace.contains(block.holding.namespace))
         return namespace.entitlement((admit.num_blocks - len(matched) + charged) * size)
 
@@ -145,13 +153,13 @@ class Admission:
     @staticmethod
     def _max_match(lease: Lease, admit: Admit) -> int:
         """Full blocks before the one with the last prompt token: at least one token is always evaluated."""
-        return (admit.num_tokens - 1) // lease.space.geometry.block_tokens
+        return (admit.num_tokens - 1) // lease.space.geometry.block_tokens  # in all of its formats
 
     def _try(self, lease: Lease, admit: Admit, namespace: Namespace) -> Admitted | Shortage:
         """References the longest cached prefix and grants the rest, or does neither."""
         parts = self.parts
-        ledger, space = parts.ledger, lease.space
-        realm = parts.realm(lease, namespace)
+        ledger, space = parts.ledger, lease.space_of(admit)
+        realm = parts.realm(lease, space, namespace)
         matched = PrefixIndex.match(realm, admit.hashes, self._max_match(lease, admit))
         for block in matched:
             ledger.acquire(block)
@@ -185,17 +193,18 @@ class Admission:
     def _make_room(self, parked: Parked, shortage: Shortage, entitled: Namespace | None) -> None:
         """Has other geometries gather their blocks: for this request, or, within a guarantee, for all that wait in its
         line, as far as the guarantee goes."""
-        size, num_blocks = parked.lease.space.block_bytes, shortage.num_missing
+        space, num_blocks = parked.lease.space_of(parked.admit), shortage.num_missing
         if entitled is not None:
-            spare = (entitled.guaranteed_bytes - entitled.tree_used_bytes) // size
-            num_blocks = max(num_blocks, min(spare, self.parts.room.waiting_bytes(parked.namespace) // size))
-        make_room(self.parts, parked.namespace, parked.lease.space, num_blocks)
+            spare = (entitled.guaranteed_bytes - entitled.tree_used_bytes) // space.block_bytes
+            waiting = self.parts.room.waiting_bytes(parked.namespace) // space.block_bytes
+            num_blocks = max(num_blocks, min(spare, waiting))
+        make_room(self.parts, parked.namespace, space, num_blocks)
 
-    def _revoke(self, lease: Lease, namespace: Namespace, shortage: Shortage, entitled: Namespace) -> None:
+    def _revoke(self, space: GeometrySpace, namespace: Namespace, shortage: Shortage, entitled: Namespace) -> None:
         """A namespace within a guarantee lacks memory that borrowers use: they are told to give it back."""
         if not self.parts.running.num_preempted:
             running = self.parts.running.sequences.values()
-            for victim in choose_victims(running, namespace, lease.space, shortage, asker=None, entitled=entitled):
+            for victim in choose_victims(running, namespace, space, shortage, asker=None, entitled=entitled):
                 self.parts.preempt(victim, "a namespace below its guarantee needs the borrowed memory")
 
     def _over_quota(self, lease: Lease, admit: Admit, namespace: Namespace, reason: str) -> OverQuota:
@@ -204,7 +213,7 @@ class Admission:
         return OverQuota(
             sequence_id=admit.sequence_id,
             namespace_id=namespace.namespace_id,
-            needed_bytes=admit.max_blocks * lease.space.block_bytes,
+            needed_bytes=admit.max_blocks * lease.space_of(admit).block_bytes,
             limit_bytes=min(account.quota.limit_bytes for account in namespace.lineage()),
             reason=reason,
         )
@@ -276,7 +285,7 @@ class Admission:
                 if answer.kind == "memory":
                     self._make_room(parked, answer, entitled)
                 if entitled is not None:
-                    self._revoke(lease, namespace, answer, entitled)
+                    self._revoke(lease.space_of(admit), namespace, answer, entitled)
                 return answer.kind
             reason = _HOPELESS
         self._deny(parked, reason)

@@ -8,6 +8,7 @@ command and the time.
     Attach ─► Attached                       Publish ─► Published
     Admit  ─► Admitted | Wait | OverQuota    Release ─► Released
     Extend ─► Extended                       Detach  ─► Detached
+    AddFormat ─► FormatAdded
 
 (and llama.cpp's operations on sequences: namespaces/sequence_commands.py)
 
@@ -19,10 +20,19 @@ from __future__ import annotations
 import msgspec
 
 from remora.namespaces.command_base import Answer, Command
-from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.sequence_commands import SequenceAnswer, SequenceCommand
 from remora.platform.base import errors
-from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, ReplicaId, SequenceId, SessionId
+from remora.platform.base.ids import (
+    BlockHash,
+    Epoch,
+    GeometryId,
+    ModelId,
+    NamespaceId,
+    ReplicaId,
+    SequenceId,
+    SessionId,
+)
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +58,15 @@ class Attach(Command, frozen=True, kw_only=True, tag=True):
     reserved_bytes: int = 0
 
 
+class AddFormat(Command, frozen=True, kw_only=True, tag=True):
+    """From now on sequences of the lease may have their KV in this format too: the same model in another precision.
+    To say it again is harmless."""
+
+    geometry: KVGeometry
+    #: As in Attach, of this geometry.
+    fingerprint: bytes
+
+
 class Admit(Command, frozen=True, kw_only=True, tag=True):
     """Asks for a sequence: longest cached prefix, references on it, and new blocks for the rest, in one step."""
 
@@ -64,6 +83,8 @@ class Admit(Command, frozen=True, kw_only=True, tag=True):
     session_id: SessionId | None = None
     epoch: Epoch = Epoch(0)
     priority: int = 0
+    #: Which of the lease's formats the sequence has, as long as it runs; None: that of the attach.
+    geometry_id: GeometryId | None = None
     #: Clock time after which a parked admission is answered OverQuota by an event.
     deadline_s: float | None = None
 
@@ -125,7 +146,8 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SetQuota(Command, frozen=True, kw_only=True, tag=True):
-    """Creates the namespace or changes its quota. `model_id` and `share_group` cannot change later."""
+    """Creates the namespace or changes its quota or precision. `model_id`, `tenant` and `share_group` cannot change
+    later."""
 
     namespace_id: NamespaceId
     model_id: ModelId
@@ -134,6 +156,9 @@ class SetQuota(Command, frozen=True, kw_only=True, tag=True):
     tenant: str = ""
     #: Namespaces of one tenant with the same non-empty group share blocks; all others never do.
     share_group: str = ""
+    #: Precision of its KV; None: the model's. Below another namespace that one's precision counts. The pool counts
+    #: guarantees in blocks of it; which format a sequence has is up to its admission.
+    kv_precision: KVPrecision | None = None
 
 
 class EndSession(Command, frozen=True, kw_only=True, tag=True):
@@ -143,8 +168,7 @@ class EndSession(Command, frozen=True, kw_only=True, tag=True):
 
 
 class Compact(Command, frozen=True, kw_only=True, tag=True):
-    """Moves blocks of the geometry of the namespace's model together (namespaces/compaction.py). A command of the pool
-    itself."""
+    """Moves blocks of the namespace's geometries together (namespaces/compaction.py). A command of the pool itself."""
 
     namespace_id: NamespaceId
     #: Blocks to move in this round, about.
@@ -172,6 +196,10 @@ class Attached(Answer, frozen=True, kw_only=True, tag=True):
     #: The word holds this value for as long as the lease may write; the replica checks it after each step.
     generation: int
     incarnation: int
+    block_bytes: int
+
+
+class FormatAdded(Answer, frozen=True, kw_only=True, tag=True):
     block_bytes: int
 
 
@@ -248,7 +276,7 @@ class Compacted(Answer, frozen=True, kw_only=True, tag=True):
     #: Blocks that wait for replicas to switch to their new place.
     num_moving_blocks: int = 0
     num_released_extents: int = 0
-    #: Extents of the geometry now.
+    #: Extents of these geometries now.
     num_extents: int = 0
 
 
@@ -276,6 +304,7 @@ class Refused(Answer, frozen=True, kw_only=True, tag=True):
 
 AnyCommand = (
     Attach
+    | AddFormat
     | Admit
     | Extend
     | Publish
@@ -291,8 +320,8 @@ AnyCommand = (
     | SequenceCommand
 )
 AnyAnswer = (
-    Attached | AttachRefused | Admitted | Wait | OverQuota | Extended | Published | Released | Detached | QuotaSet
-    | Compacted | Trimmed | Done | Refused | SequenceAnswer
+    Attached | AttachRefused | FormatAdded | Admitted | Wait | OverQuota | Extended | Published | Released | Detached
+    | QuotaSet | Compacted | Trimmed | Done | Refused | SequenceAnswer
 )  # fmt: skip
 
 

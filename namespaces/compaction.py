@@ -17,25 +17,28 @@ class Compaction:
         self.admission = admission
 
     def compact(self, command: Compact, now_s: float) -> Compacted | Refused:
-        """One round for the geometry of a namespace's model: moves at most so many blocks. To be said again until
+        """One round for the geometries of a namespace: moves at most about so many blocks. To be said again until
         nothing moves and nothing is on the move."""
         parts = self.parts
         namespace = parts.book.namespaces.get(command.namespace_id)
         if namespace is None or command.max_blocks < 1:
             message = f"no namespace {command.namespace_id!r} in this pool, or max_blocks {command.max_blocks} below 1"
             return Refused(error="NotFound" if namespace is None else "InvalidRequest", message=message)
-        space = parts.book.model_spaces.get(namespace.model_id)
-        if space is None:
-            return Compacted()
-        num_moved = gather(parts, space, command.max_blocks, now_s)
-        num_released = parts.extents.release_empty(space)
+        own = parts.book.space_of(namespace)
+        used = {own} if own is not None else set()
+        spaces = sorted(used | {holding.space for holding in namespace.holdings.values()}, key=lambda each: each.order)
+        num_moved = num_released = 0
+        for space in spaces:
+            if num_moved < command.max_blocks:
+                num_moved += gather(parts, space, command.max_blocks - num_moved, now_s)
+            num_released += parts.extents.release_empty(space)
         if num_released:
             self.admission.pump(now_s)
         return Compacted(
             num_moved_blocks=num_moved,
-            num_moving_blocks=parts.relocations.num_moving(space),
+            num_moving_blocks=sum(parts.relocations.num_moving(space) for space in spaces),
             num_released_extents=num_released,
-            num_extents=len(space.extents),
+            num_extents=sum(len(space.extents) for space in spaces),
         )
 
     def trim(self, command: Trim, now_s: float) -> Trimmed | Refused:

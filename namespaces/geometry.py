@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from remora.platform.base.ids import GeometryId
 
 Precision = Literal["fp32", "bf16", "int8", "int4"]
+#: Of K and of V.
+KVPrecision = tuple[Precision, Precision]
 
 #: What a K or V of integers is: its values share scales, which lie in the block.
 QUANTISED: frozenset[Precision] = frozenset({"int8", "int4"})
@@ -70,6 +73,23 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return sum(group.num_layers for group in self.groups)
 
     @property
+    def kv_precision(self) -> KVPrecision:
+        """Of K and of V, in the first group."""
+        return (self.groups[0].k_precision, self.groups[0].v_precision)
+
+    def with_precision(self, kv_precision: KVPrecision) -> KVGeometry:
+        """The same geometry with other precisions of K and V."""
+        k_precision, v_precision = kv_precision
+        groups = tuple(
+            msgspec.structs.replace(group, k_precision=k_precision, v_precision=v_precision) for group in self.groups
+        )
+        return msgspec.structs.replace(self, groups=groups)
+
+    def differs_in_precision_only(self, other: KVGeometry) -> bool:
+        """Whether blocks of the other can be re-encoded into blocks of this one; true of equal geometries too."""
+        return bool(other.groups) and self.with_precision(other.kv_precision) == other
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block, a multiple of 64."""
         raw = self.block_tokens * sum(group.token_bytes() for group in self.groups)
@@ -78,4 +98,9 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def geometry_id(self) -> GeometryId:
         """A stable name of the geometry: equal geometries have equal ids in every process."""
-        return GeometryId(hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest())
+        return _geometry_id(self)
+
+
+@lru_cache(maxsize=256)
+def _geometry_id(geometry: KVGeometry) -> GeometryId:
+    return GeometryId(hashlib.blake2b(msgspec.json.encode(geometry), digest_size=8).hexdigest())

@@ -7,10 +7,11 @@ refused. Tombstones of finished sequences make late calls about them harmless.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from remora.namespaces.command_base import Command
 from remora.namespaces.commands import (
+    Admit,
     Admitted,
     AnyAnswer,
     AnyEvent,
@@ -42,16 +43,25 @@ MIN_KEPT_EVENTS, MAX_KEPT_EVENTS = 256, 8192
 MAX_ENDED_LEASES = 1024
 
 
+class LeasedFormat(NamedTuple):
+    """One precision in which a lease's sequences may have their KV."""
+
+    space: GeometrySpace
+    fingerprint: bytes
+
+
 class Lease:
     """One replica's registration; LeaseBook owns it."""
 
-    __slots__ = ("answers", "attach", "attached", "events", "finished", "last_call_no", "next_event_no", "parked",
-                 "relocations", "sequences", "space")  # fmt: skip
+    __slots__ = ("answers", "attach", "attached", "events", "finished", "formats", "last_call_no", "next_event_no",
+                 "parked", "relocations", "sequences", "space")  # fmt: skip
 
     def __init__(self, attach: Attach, attached: Attached, space: GeometrySpace) -> None:
         self.attach = attach
         self.attached = attached
+        #: That of the attach.
         self.space = space
+        self.formats = {space.geometry_id: LeasedFormat(space, attach.fingerprint)}
         self.last_call_no = 1
         self.answers: dict[int, AnyAnswer] = {}
         self.events: deque[AnyEvent] = deque()
@@ -61,6 +71,13 @@ class Lease:
         self.finished: dict[SequenceId, None] = {}
         #: Numbers of `Relocate` events that it has not acknowledged.
         self.relocations: set[int] = set()
+
+    def add_format(self, space: GeometrySpace, fingerprint: bytes) -> None:
+        self.formats[space.geometry_id] = LeasedFormat(space, fingerprint)
+
+    def space_of(self, admit: Admit) -> GeometrySpace:
+        """Where the admission's blocks are; the caller has checked that the lease has that format."""
+        return self.space if admit.geometry_id is None else self.formats[admit.geometry_id].space
 
     def record(self, call_no: int, answer: AnyAnswer) -> None:
         """The call has taken effect with this answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from remora.namespaces.admission import Admission
 from remora.namespaces.commands import (
+    AddFormat,
     AnyAnswer,
     Attach,
     Attached,
@@ -11,15 +12,19 @@ from remora.namespaces.commands import (
     Detach,
     Detached,
     Done,
+    FormatAdded,
     LeaseLost,
     QuotaSet,
     Refused,
     SetQuota,
 )
 from remora.namespaces.effects import SetGeneration
+from remora.namespaces.extents import GeometrySpace
+from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.leases import Lease
 from remora.namespaces.pool_parts import MIN_EXTENT_BLOCKS, PoolParts
 from remora.namespaces.victims import choose_surplus
+from remora.platform.base.ids import ModelId
 
 
 class Membership:
@@ -55,24 +60,52 @@ class Membership:
 
     def _attach_problem(self, command: Attach) -> str | None:
         parts, config = self.parts, self.parts.config
-        block_bytes = command.geometry.block_bytes
-        if block_bytes < 1 or command.geometry.block_tokens < 1:
-            return f"the geometry of {command.model_id} has no bytes"
-        # Looked up without being kept: a refused attach leaves no trace.
-        space = parts.extents.spaces.get(command.geometry.geometry_id) or parts.extents.sketch_space(command.geometry)
-        if space.min_extent_blocks < MIN_EXTENT_BLOCKS:
-            return (
-                f"an extent of {config.extent_bytes} bytes holds only {space.min_extent_blocks} whole blocks of "
-                f"{block_bytes} bytes of {command.model_id}; at least {MIN_EXTENT_BLOCKS} are needed: set extent_bytes "
-                f"to {(MIN_EXTENT_BLOCKS + 1) * block_bytes} or more, or block_tokens lower"
-            )
+        space = self._sketch(command.geometry)
+        problem = self._space_problem(command.model_id, space)
+        if problem is not None:
+            return problem
         taken = parts.leases.reserved_bytes
         if command.reserved_bytes < 0 or taken + command.reserved_bytes > config.reserved_bytes:
             return (
                 f"{command.replica_id} needs {command.reserved_bytes} bytes besides KV, but {taken} of the device's "
                 f"{config.reserved_bytes} bytes are reserved already"
             )
-        return parts.book.extents_short(model_id=command.model_id, space=space)
+        return parts.book.extents_short(model_id=command.model_id, attached=space)
+
+    def _sketch(self, geometry: KVGeometry) -> GeometrySpace:
+        """Looked up without being kept: what is refused leaves no trace."""
+        extents = self.parts.extents
+        return extents.spaces.get(geometry.geometry_id) or extents.sketch_space(geometry)
+
+    def _space_problem(self, model_id: ModelId, space: GeometrySpace) -> str | None:
+        block_bytes = space.block_bytes
+        if block_bytes < 1 or space.geometry.block_tokens < 1:
+            return f"the geometry of {model_id} has no bytes"
+        if space.min_extent_blocks < MIN_EXTENT_BLOCKS:
+            return (
+                f"an extent of {space.extent_bytes} bytes holds only {space.min_extent_blocks} whole blocks of "
+                f"{block_bytes} bytes of {model_id}; at least {MIN_EXTENT_BLOCKS} are needed: set extent_bytes "
+                f"to {(MIN_EXTENT_BLOCKS + 1) * block_bytes} or more, or block_tokens lower"
+            )
+        return None
+
+    def add_format(self, lease: Lease, command: AddFormat) -> FormatAdded | Refused:
+        """Lets the lease have sequences in one more precision, or says why not."""
+        parts, geometry, model_id = self.parts, command.geometry, lease.attach.model_id
+        if not lease.attach.geometry.differs_in_precision_only(geometry):
+            message = f"the formats of {model_id} may differ in precision only, not {geometry}"
+            return Refused(error="InvalidRequest", message=message)
+        known = lease.formats.get(geometry.geometry_id)
+        if known is not None and known.fingerprint != command.fingerprint:
+            return Refused(error="Conflict", message=f"{model_id} has this geometry under another fingerprint")
+        space = self._sketch(geometry)
+        problem = self._space_problem(model_id, space) or parts.book.extents_short(added=space)
+        if problem is not None:
+            return Refused(error="ConfigError", message=problem)
+        space = parts.extents.space_of(geometry)
+        lease.add_format(space, command.fingerprint)
+        parts.book.refresh_guarantees()
+        return FormatAdded(block_bytes=space.block_bytes)
 
     def _next_generation(self, slot: int) -> int:
         """Bumps the slot's generation word: whoever held the old value may emit nothing more."""
@@ -107,8 +140,9 @@ class Membership:
         self._next_generation(lease.attached.lease_slot)
 
     def set_quota(self, command: SetQuota, now_s: float) -> QuotaSet | Refused:
-        """Creates a namespace or changes its quota. Cached blocks above a lowered limit go at once, sequences above it
-        are told to go; what others borrow of a raised guarantee is taken back as soon as somebody asks for it."""
+        """Creates a namespace or changes its quota and precision. Cached blocks above a lowered limit go at once,
+        sequences above it are told to go; what others borrow of a raised guarantee is taken back as soon as somebody
+        asks for it."""
         parts = self.parts
         quota, name = command.quota, command.namespace_id
         if not 0 <= quota.guaranteed_bytes <= quota.limit_bytes or not quota.weight > 0:
@@ -128,7 +162,7 @@ class Membership:
             return Refused(error="ConfigError", message=f"namespace {name}: {problem}")
         if namespace is None:
             namespace = parts.book.add(command)
-        namespace.quota = quota
+        namespace.quota, namespace.kv_precision = quota, command.kv_precision
         parts.book.refresh_guarantees()
         revoked = parts.placement.trim(namespace, quota.limit_bytes)
         if namespace.tree_used_bytes > quota.limit_bytes:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from remora.namespaces.admission import Admission
 from remora.namespaces.commands import (
+    AddFormat,
     Admit,
     AnyAnswer,
     AnyCommand,
@@ -105,13 +106,15 @@ class PoolState:
     def _call(
         self,
         lease: Lease,
-        command: Admit | Extend | Publish | Release | Relocated | Detach | SequenceCommand,
+        command: AddFormat | Admit | Extend | Publish | Release | Relocated | Detach | SequenceCommand,
         now_s: float,
     ) -> AnyAnswer:
         """The lease's next call."""
         match command:
             case Admit():
                 return self._admission.admit(lease, command, now_s)
+            case AddFormat():
+                return self._membership.add_format(lease, command)
             case Extend():
                 answer = self._growth.extend(lease, command)
                 if len(self._parts.room) and not self._parts.room.blocked:

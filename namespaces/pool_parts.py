@@ -8,7 +8,7 @@ import msgspec
 
 from remora.namespaces.blocks import BlockLedger
 from remora.namespaces.eviction import make_policy
-from remora.namespaces.extents import ExtentMap
+from remora.namespaces.extents import ExtentMap, GeometrySpace
 from remora.namespaces.leases import Lease, LeaseBook
 from remora.namespaces.placement import Placement
 from remora.namespaces.prefix_index import PrefixIndex, Realm, RealmKey
@@ -82,7 +82,7 @@ class PoolParts:
         config.check()
         self.config = config
         self.extents = ExtentMap(config.data_bytes, config.extent_bytes)
-        self.book = QuotaBook(len(self.extents.extents), config.extent_bytes)
+        self.book = QuotaBook(self.extents)
         self.index = PrefixIndex()
         self.ledger = BlockLedger(self.index, self.book, config.eviction)
         self.placement = Placement(self.extents, self.book, self.ledger)
@@ -94,9 +94,10 @@ class PoolParts:
         #: Time of the last command.
         self.now_s = 0.0
 
-    def realm(self, lease: Lease, namespace: Namespace) -> Realm:
-        """Where the lease's sequences in this namespace look for blocks and publish them."""
-        return self.index.realm(RealmKey(lease.space.geometry_id, lease.attach.fingerprint, namespace.domain))
+    def realm(self, lease: Lease, space: GeometrySpace, namespace: Namespace) -> Realm:
+        """Where the lease's sequences of one format look for this namespace's blocks and publish them."""
+        geometry_id = space.geometry_id
+        return self.index.realm(RealmKey(geometry_id, lease.formats[geometry_id].fingerprint, namespace.domain))
 
     def preempt(self, sequence: Sequence, reason: str) -> None:
         """Tells the sequence's lease to release it; said once."""

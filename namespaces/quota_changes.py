@@ -49,6 +49,7 @@ def change_of(namespace: NamespaceReport, quota: Quota) -> SetQuota:
         quota=quota,
         tenant=namespace.tenant,
         share_group=namespace.share_group,
+        kv_precision=namespace.kv_precision,
     )
 
 
@@ -64,9 +65,4 @@ def _depth(name: NamespaceId) -> int:
 
 
 def _is_as_wanted(namespace: NamespaceReport, command: SetQuota) -> bool:
-    return (quota_of(namespace), namespace.model_id, namespace.tenant, namespace.share_group) == (
-        command.quota,
-        command.model_id,
-        command.tenant,
-        command.share_group,
-    )
+    return change_of(namespace, quota_of(namespace)) == command

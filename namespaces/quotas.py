@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from remora.namespaces.adviser import CapacityAdviser
 from remora.namespaces.commands import SetQuota
 from remora.namespaces.eviction import EvictionPolicy
-from remora.namespaces.extents import GeometrySpace
+from remora.namespaces.extents import ExtentMap, GeometrySpace
+from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.hashing import sharing_domain
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import ModelId, NamespaceId
@@ -51,9 +52,9 @@ class Namespace:
     """One share of the pool. Bytes are kept by the block ledger, everything else by the QuotaBook."""
 
     __slots__ = ("adviser", "cached_bytes", "children", "domain", "evicted_blocks", "guaranteed_bytes", "hit_tokens",
-                 "holdings", "lookup_tokens", "model_id", "namespace_id", "num_admitted", "num_preempted", "order",
-                 "parent", "quota", "share_group", "tenant", "tree_cached_bytes", "tree_used_bytes",
-                 "used_bytes")  # fmt: skip
+                 "holdings", "kv_precision", "lookup_tokens", "model_id", "namespace_id", "num_admitted",
+                 "num_preempted", "order", "parent", "quota", "share_group", "tenant", "tree_cached_bytes",
+                 "tree_used_bytes", "used_bytes")  # fmt: skip
 
     def __init__(self, order: int, command: SetQuota, domain: int) -> None:
         self.order = order
@@ -64,9 +65,11 @@ class Namespace:
         #: Number of the sharing domain; see QuotaBook.domains.
         self.domain = domain
         self.quota = command.quota
+        #: None: the model's. Only that of a root counts.
+        self.kv_precision = command.kv_precision
         self.parent: Namespace | None = None
         self.children: list[Namespace] = []
-        #: The guarantee in whole blocks of the model's geometry; what it holds below includes the children's.
+        #: The guarantee in whole blocks of its geometry; what it holds below includes the children's.
         self.guaranteed_bytes = 0
         self.holdings: dict[str, Holding] = {}
         self.used_bytes = 0
@@ -162,9 +165,10 @@ class Namespace:
 class QuotaBook:
     """All namespaces of a pool and the arithmetic of their guarantees."""
 
-    def __init__(self, num_extents: int, extent_bytes: int) -> None:
-        self.num_extents = num_extents
-        self.extent_bytes = extent_bytes
+    def __init__(self, extents: ExtentMap) -> None:
+        self.num_extents = len(extents.extents)
+        self.extent_bytes = extents.extent_bytes
+        self._spaces = extents.spaces
         self.namespaces: dict[NamespaceId, Namespace] = {}
         #: Sharing domains by name; numbers start at 1.
         self.domains: dict[str, int] = {}
@@ -194,6 +198,28 @@ class QuotaBook:
                 account.tree_used_bytes += namespace.used_bytes
                 account.tree_cached_bytes += namespace.cached_bytes
 
+    def space_of(self, namespace: Namespace) -> GeometrySpace | None:
+        """The geometry that its guarantee is counted in: that of its tree's precision, once a replica has it. None:
+        no replica of its model has attached."""
+        root = namespace.path()[0]
+        return self._space_of(root.model_id, root.kv_precision)
+
+    def _space_of(
+        self,
+        model_id: ModelId,
+        kv_precision: KVPrecision | None,
+        attached: GeometrySpace | None = None,
+        added: GeometrySpace | None = None,
+    ) -> GeometrySpace | None:
+        """`attached` takes the place of the model's own geometry, `added` is one more."""
+        own = attached or self.model_spaces.get(model_id)
+        if own is None or kv_precision is None:
+            return own
+        geometry_id = own.geometry.with_precision(kv_precision).geometry_id
+        if added is not None and added.geometry_id == geometry_id:
+            return added
+        return self._spaces.get(geometry_id, own)
+
     def roots(self) -> list[Namespace]:
         return [namespace for namespace in self.namespaces.values() if namespace.parent is None]
 
@@ -222,23 +248,28 @@ class QuotaBook:
             yield from namespace.holdings.values()
 
     def extents_short(
-        self, *, changed: SetQuota | None = None, model_id: ModelId | None = None, space: GeometrySpace | None = None
+        self,
+        *,
+        changed: SetQuota | None = None,
+        model_id: ModelId | None = None,
+        attached: GeometrySpace | None = None,
+        added: GeometrySpace | None = None,
     ) -> str | None:
-        """A sentence when the guarantees, after the given change, need more extents than there are; else None."""
-        quotas = {n.namespace_id: (n.model_id, n.quota) for n in self.namespaces.values()}
+        """A sentence when the guarantees, after the given change, need more extents than there are; else None.
+
+        `attached` becomes the model's own geometry, `added` one more that it has.
+        """
+        quotas = {n.namespace_id: (n.model_id, n.quota, n.kv_precision) for n in self.namespaces.values()}
         if changed is not None:
-            quotas[changed.namespace_id] = (changed.model_id, changed.quota)
-        spaces = dict(self.model_spaces)
-        if model_id is not None and space is not None:
-            spaces[model_id] = space
+            quotas[changed.namespace_id] = (changed.model_id, changed.quota, changed.kv_precision)
         totals: dict[str, int] = {}
         unserved = 0  # guarantees of models without a replica so far: they may yet share extents with any other
-        for name, (owner, quota) in quotas.items():
+        for name, (owner, quota, kv_precision) in quotas.items():
             if parent_of(name, quotas) is not None:
                 continue  # a part of its parent's
-            if owner in spaces:
-                key = spaces[owner].geometry_id
-                totals[key] = totals.get(key, 0) + quota.guaranteed_bytes
+            space = self._space_of(owner, kv_precision, attached if owner == model_id else None, added)
+            if space is not None:
+                totals[space.geometry_id] = totals.get(space.geometry_id, 0) + quota.guaranteed_bytes
             else:
                 unserved += quota.guaranteed_bytes
         needed = sum(-(-size // self.extent_bytes) for size in totals.values())
@@ -253,17 +284,16 @@ class QuotaBook:
         )
 
     def refresh_guarantees(self) -> None:
-        """Recomputes every namespace's guarantee in whole blocks, after a quota or a model's geometry changed."""
-        by_space: dict[str, list[Namespace]] = {}
+        """Recomputes every namespace's guarantee in whole blocks, after a quota, a precision or a geometry changed."""
+        by_space: dict[GeometrySpace, list[Namespace]] = {}
         for namespace in self.roots():
-            space = self.model_spaces.get(namespace.model_id)
+            space = self.space_of(namespace)
             if space is None:
                 for member in self._subtree(namespace):
                     member.guaranteed_bytes = member.quota.guaranteed_bytes
             else:
-                by_space.setdefault(space.geometry_id, []).append(namespace)
-        for members in by_space.values():
-            space = self.model_spaces[members[0].model_id]
+                by_space.setdefault(space, []).append(namespace)
+        for space, members in by_space.items():
             # Rests of several namespaces that share an extent may add up to a block more than it surely holds.
             total_bytes = sum(namespace.quota.guaranteed_bytes for namespace in members)
             self._guarantee(members, space, -(-total_bytes // self.extent_bytes) * space.min_extent_blocks)

@@ -89,7 +89,7 @@ def _replay(trace: Sequence[TraceRequest], policy: str, capacity_blocks: int) ->
     space = extents.space_of(_GEOMETRY)
     for extent in extents.extents:
         extents.lease(extent, space)
-    ledger = BlockLedger(PrefixIndex(), QuotaBook(len(extents.extents), extent_bytes), policy)
+    ledger = BlockLedger(PrefixIndex(), QuotaBook(extents), policy)
     quota = Quota(guaranteed_bytes=0, limit_bytes=1 << 62)
     owner = SetQuota(lease_id=LeaseId(""), namespace_id=NamespaceId("trace"), model_id=ModelId("trace"), quota=quota)
     namespace = ledger.book.add(owner)

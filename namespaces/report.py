@@ -8,6 +8,7 @@ import msgspec
 
 from remora.namespaces.adviser import CapacityAdvice
 from remora.namespaces.commands import ProcessIdentity
+from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.pool_parts import PoolParts
 from remora.namespaces.prefix_index import PrefixIndex
 from remora.namespaces.quotas import Namespace
@@ -42,6 +43,8 @@ class NamespaceReport(msgspec.Struct, frozen=True, kw_only=True):
     parent: NamespaceId | None = None
     tree_used_bytes: int = 0
     tree_cached_bytes: int = 0
+    #: As set; None: the model's. Below another namespace that one's counts.
+    kv_precision: KVPrecision | None = None
     #: What its lookups say about the size it could use.
     advice: CapacityAdvice = CapacityAdvice()
 
@@ -130,13 +133,13 @@ def count_blocks(parts: PoolParts, namespace_id: NamespaceId, fingerprint: bytes
 
 
 def _advise(parts: PoolParts, namespace: Namespace) -> CapacityAdvice:
-    space = parts.book.model_spaces.get(namespace.model_id)
+    space = parts.book.space_of(namespace)
     return namespace.adviser.advice(space.block_bytes if space is not None else 0, parts.now_s)
 
 
 def _revoked_bytes(parts: PoolParts, namespace: Namespace) -> int:
-    """In blocks of the model's geometry."""
-    space = parts.book.model_spaces.get(namespace.model_id)
+    """In blocks of its geometry."""
+    space = parts.book.space_of(namespace)
     num_blocks = namespace.evicted_blocks.get("borrowed", 0) + namespace.evicted_blocks.get("quota", 0)
     return num_blocks * space.block_bytes if space is not None else 0
 
@@ -170,6 +173,7 @@ def describe_pool(parts: PoolParts) -> PoolReport:
             parent=namespace.parent.namespace_id if namespace.parent is not None else None,
             tree_used_bytes=namespace.tree_used_bytes,
             tree_cached_bytes=namespace.tree_cached_bytes,
+            kv_precision=namespace.kv_precision,
             advice=_advise(parts, namespace),
         )
         for namespace in parts.book.namespaces.values()

@@ -234,7 +234,7 @@ class SequenceEdits:
         return Positions(pos_min=pos_min(runs), pos_max=pos_max(runs))
 
     def _clear(self, lease: Lease, command: Clear) -> Cleared:
-        parts, space = self.parts, lease.space
+        parts = self.parts
         chosen = [
             namespace
             for namespace in parts.book.namespaces.values()
@@ -245,17 +245,19 @@ class SequenceEdits:
         for sequence in sequences:
             seen.update(dict.fromkeys(sequence.references()))
         for namespace in chosen if command.data else ():
-            seen.update(dict.fromkeys(parts.realm(lease, namespace).blocks.values()))
+            for space, _ in lease.formats.values():
+                seen.update(dict.fromkeys(parts.realm(lease, space, namespace).blocks.values()))
         for sequence in sequences:
             parts.finish(lease, sequence)
         num_blocks = 0
-        if command.data:
+        for space, _ in lease.formats.values() if command.data else ():
             for namespace in chosen:
                 holding = namespace.holdings.get(space.geometry_id)
                 while holding is not None and len(holding.policy):
                     parts.ledger.evict_first(holding, "cleared")
                     num_blocks += 1
-            free = tuple(sorted(block.index for block in seen if block.extent.blocks.get(block.index) is not block))
+            gone = (b for b in seen if b.holding.space is space and b.extent.blocks.get(b.index) is not b)
+            free = tuple(sorted(block.index for block in gone))
             if free:
                 zero = ZeroBlocks(geometry_id=space.geometry_id, block_bytes=space.block_bytes, blocks=free)
                 parts.ledger.effects.append(zero)

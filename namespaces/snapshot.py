@@ -12,7 +12,7 @@ import msgspec
 from remora.namespaces.blocks import Block
 from remora.namespaces.commands import Admit, AnyAnswer, AnyEvent, Attach, Attached, Quota, SetQuota
 from remora.namespaces.extents import GeometrySpace
-from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.leases import Lease
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
 from remora.namespaces.positions import Runs
@@ -63,6 +63,7 @@ class _Namespace(_Record, frozen=True, array_like=True):
     #: EvictionPolicy.dump of each holding, by the order of its space.
     policies: dict[int, bytes]
     adviser: bytes
+    kv_precision: KVPrecision | None = None
 
 
 class _Sequence(_Record, frozen=True, array_like=True):
@@ -89,6 +90,8 @@ class _Lease(_Record, frozen=True, array_like=True):
     finished: list[SequenceId]
     sequences: list[_Sequence]
     relocations: list[int]
+    #: Beyond that of the attach.
+    formats: list[tuple[KVGeometry, bytes]] = []
 
 
 class _Relocation(_Record, frozen=True, array_like=True):
@@ -169,7 +172,7 @@ def _freeze(parts: PoolParts) -> _Pool:
                 dict(sorted(n.evicted_blocks.items())),
                 {space.order: n.holdings[space.geometry_id].policy.dump()
                  for space in spaces if space.geometry_id in n.holdings},
-                n.adviser.dump(),
+                n.adviser.dump(), n.kv_precision,
             )
             for n in parts.book.namespaces.values()
         ],
@@ -228,6 +231,7 @@ def _freeze_lease(lease: Lease) -> _Lease:
     return _Lease(
         lease.attach, lease.attached, lease.last_call_no, lease.answers, list(lease.events), lease.next_event_no,
         list(lease.finished), sequences, sorted(lease.relocations),
+        [(space.geometry, fingerprint) for space, fingerprint in lease.formats.values() if space is not lease.space],
     )  # fmt: skip
 
 
@@ -246,7 +250,7 @@ def _thaw(pool: _Pool) -> PoolParts:
     for entry in pool.namespaces:
         command = SetQuota(
             lease_id=LeaseId(""), namespace_id=entry.namespace_id, model_id=entry.model_id, quota=entry.quota,
-            tenant=entry.tenant, share_group=entry.share_group,
+            tenant=entry.tenant, share_group=entry.share_group, kv_precision=entry.kv_precision,
         )  # fmt: skip
         namespace = book.add(command)
         counters = entry.counters
@@ -331,10 +335,13 @@ def _thaw_lease(parts: PoolParts, record: _Lease, blocks: list[dict[int, Block]]
     lease.finished = dict.fromkeys(record.finished)
     lease.relocations = set(record.relocations)
     parts.leases.leases[record.attach.lease_id] = lease
-    own = blocks[space.order]
+    for geometry, fingerprint in record.formats:
+        lease.add_format(parts.extents.space_of(geometry), fingerprint)
     for item in record.sequences:
         namespace = parts.book.namespaces[item.admit.namespace_id]
-        sequence = Sequence(item.admit, item.admitted_no, namespace, space, parts.realm(lease, namespace))
+        space = lease.space_of(item.admit)
+        own = blocks[space.order]
+        sequence = Sequence(item.admit, item.admitted_no, namespace, space, parts.realm(lease, space, namespace))
         sequence.blocks = [own[index] for index in item.blocks]
         sequence.num_cached = item.num_cached
         sequence.hashes = list(item.hashes)

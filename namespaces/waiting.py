@@ -41,7 +41,7 @@ class Parked:
     @property
     def num_bytes(self) -> int:
         """What it asks for, without regard to what is cached."""
-        return self.admit.num_blocks * self.lease.space.block_bytes
+        return self.admit.num_blocks * self.lease.space_of(self.admit).block_bytes
 
 
 class WaitingRoom:

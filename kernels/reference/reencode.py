@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,14 +9,7 @@ from numpy.typing import NDArray
 from remora.kernels.base import KVMemory
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
 from remora.kernels.reference.kv_view import KVView
-from remora.namespaces.geometry import KVGeometry, Precision
 from remora.platform.base.errors import KernelError
-
-
-def with_precision(geometry: KVGeometry, k: Precision, v: Precision) -> KVGeometry:
-    """The same geometry with other precisions of K and V."""
-    groups = tuple(msgspec.structs.replace(group, k_precision=k, v_precision=v) for group in geometry.groups)
-    return msgspec.structs.replace(geometry, groups=groups)
 
 
 def reencode_blocks(source: KVMemory, target: KVMemory, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
@@ -51,7 +43,7 @@ def check_reencode(
 ) -> tuple[BlockLayout, BlockLayout]:
     """The layouts of both sides. Raises KernelError as reencode_blocks says."""
     from_layout, to_layout = BlockLayout(source.geometry), BlockLayout(target.geometry)
-    if with_precision(source.geometry, *to_layout.precisions) != target.geometry:
+    if not source.geometry.differs_in_precision_only(target.geometry):
         raise KernelError(f"{source.geometry} and {target.geometry} differ in more than precision")
     if len(sources) != len(targets) or len(np.unique(targets)) != len(targets):
         raise KernelError(f"{len(sources)} source blocks for {len(np.unique(targets))} different target blocks")

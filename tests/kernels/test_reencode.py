@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
 from remora.kernels.native import attention as native
 from remora.kernels.reference.kv_view import KVView
-from remora.kernels.reference.reencode import reencode_blocks, with_precision
+from remora.kernels.reference.reencode import reencode_blocks
 from remora.namespaces.geometry import KVGeometry, LayerGroup, Precision
 from remora.platform.base.errors import KernelError
 
@@ -53,8 +53,8 @@ def filled(geometry: KVGeometry, seed: int = 0) -> Memory:
 def test_native_blocks_have_the_bytes_of_the_reference(
     level: str, source: tuple[Precision, Precision], target: tuple[Precision, Precision]
 ) -> None:
-    before = filled(with_precision(BF16, *source))
-    expected, got = (Memory(with_precision(BF16, *target)) for _ in range(2))
+    before = filled(BF16.with_precision(source))
+    expected, got = (Memory(BF16.with_precision(target)) for _ in range(2))
     sources, targets = np.array([5, 0, 3], np.int32), np.array([1, 4, 2], np.int32)
     reencode_blocks(before, expected, sources, targets)
     native.reencode_blocks(before, got, sources, targets, level=level, num_threads=2)
@@ -70,7 +70,7 @@ def test_native_blocks_have_the_bytes_of_the_reference(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
 def test_a_block_keeps_its_values_to_the_precision_that_it_goes_through(precision: Precision) -> None:
-    before, through, after = filled(BF16), Memory(with_precision(BF16, precision, precision)), Memory(BF16)
+    before, through, after = filled(BF16), Memory(BF16.with_precision((precision, precision))), Memory(BF16)
     one, two = np.array([1], np.int32), np.array([2], np.int32)
     reencode_blocks(before, through, one, two)
     reencode_blocks(through, after, two, one)
@@ -85,7 +85,7 @@ def test_a_block_keeps_its_values_to_the_precision_that_it_goes_through(precisio
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_stays_marked_in_its_row_alone(level: str, precision: Precision, bad: float) -> None:
-    before, after = filled(BF16), Memory(with_precision(BF16, precision, precision))
+    before, after = filled(BF16), Memory(BF16.with_precision((precision, precision)))
     BlockLayout(BF16).torch_view(before.data)[3, 1, V_SIDE, 0, 7, 11] = bad
     native.reencode_blocks(before, after, np.array([3], np.int32), np.array([0], np.int32), level=level)
     is_finite_LHB = torch.isfinite(after.values(0, V_SIDE)).all(dim=-1)
@@ -94,7 +94,7 @@ def test_a_value_that_is_not_finite_stays_marked_in_its_row_alone(level: str, pr
 
 
 def test_blocks_are_never_written_over_their_sources(level: str) -> None:
-    small = with_precision(BF16, "int8", "int8")
+    small = BF16.with_precision(("int8", "int8"))
     memory = filled(BF16)
     view = Memory(small, data=memory.data)
     before = memory.data.copy()

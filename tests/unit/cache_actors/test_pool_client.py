@@ -224,6 +224,15 @@ async def test_a_refused_attach_says_why_and_leaves_nothing(handle: Handle) -> N
     assert await handle.actor.leases() == ()
 
 
+async def test_a_lease_sees_the_arena_in_each_precision_that_the_pool_takes(handle: Handle) -> None:
+    client = await attach(handle)
+    view = await client.add_format(geometry().with_precision(("int8", "int8")), b"f8")
+    assert (view.geometry.kv_precision, view.data is client.memory.data) == (("int8", "int8"), True)
+    with pytest.raises(PoolError, match=r"refuses a precision: .* differ in precision only"):
+        await client.add_format(geometry(num_layers=2), b"f2")
+    await client.detach()
+
+
 async def test_nothing_can_be_sent_after_detach(handle: Handle) -> None:
     client = await attach(handle)
     await client.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from remora.namespaces.commands import (
+    AddFormat,
     Admit,
     Admitted,
     AnyAnswer,
@@ -28,11 +29,21 @@ from remora.namespaces.commands import (
     Tick,
 )
 from remora.namespaces.effects import Effect
-from remora.namespaces.geometry import KVGeometry, LayerGroup
+from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root, kv_fingerprint, sharing_domain
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.report import NamespaceReport
-from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, ReplicaId, SequenceId, SessionId
+from remora.platform.base.ids import (
+    BlockHash,
+    Epoch,
+    GeometryId,
+    LeaseId,
+    ModelId,
+    NamespaceId,
+    ReplicaId,
+    SequenceId,
+    SessionId,
+)
 
 BLOCK_TOKENS = 4
 #: 4 tokens * 2 sides * 1 head * 16 values * 2 bytes.
@@ -80,6 +91,7 @@ class Driver:
         model: str = "m",
         tenant: str = "",
         share_group: str = "",
+        kv_precision: KVPrecision | None = None,
     ) -> AnyAnswer:
         """Sets a quota in bytes; no limit: the whole arena."""
         self.tenants[name] = (tenant, share_group)
@@ -92,6 +104,7 @@ class Driver:
                 quota=Quota(guaranteed_bytes=guaranteed, limit_bytes=limit_bytes, weight=weight),
                 tenant=tenant,
                 share_group=share_group,
+                kv_precision=kv_precision,
             )
         )
 
@@ -142,6 +155,7 @@ class Replica:
         self.model = model
         self.geometry = geometry or small_geometry()
         self.fingerprint = kv_fingerprint(self.geometry, weights, "tokenizer")
+        self.formats: dict[KVPrecision, tuple[GeometryId, bytes]] = {}
         self.call_no = 0
         self.event_no = 0
         self.last: Any = None
@@ -169,9 +183,16 @@ class Replica:
         """Repeats the last call."""
         return self.driver.apply(self.last)
 
-    def hashes(self, namespace: str, tokens: list[int]) -> list[BlockHash]:
+    def add_format(self, kv_precision: KVPrecision, *, weights: str = "w") -> Any:
+        """From now on sequences that are admitted in this precision are what it says."""
+        geometry = self.geometry.with_precision(kv_precision)
+        self.formats[kv_precision] = geometry.geometry_id, kv_fingerprint(geometry, weights, "tokenizer")
+        return self.call(AddFormat, geometry=geometry, fingerprint=self.formats[kv_precision][1])
+
+    def hashes(self, namespace: str, tokens: list[int], kv_precision: KVPrecision | None = None) -> list[BlockHash]:
         domain = sharing_domain(NamespaceId(namespace), *self.driver.tenants[namespace])
-        return chain_hashes(chain_root(self.fingerprint, domain), tokens, self.geometry.block_tokens)
+        fingerprint = self.fingerprint if kv_precision is None else self.formats[kv_precision][1]
+        return chain_hashes(chain_root(fingerprint, domain), tokens, self.geometry.block_tokens)
 
     def admit(
         self,
@@ -186,6 +207,7 @@ class Replica:
         priority: int = 0,
         deadline_s: float | None = None,
         hashes: list[BlockHash] | None = None,
+        kv_precision: KVPrecision | None = None,
     ) -> Any:
         """Asks for the prompt's blocks and `more_blocks`."""
         num_blocks = -(-len(tokens) // self.geometry.block_tokens) + more_blocks
@@ -193,7 +215,7 @@ class Replica:
             Admit,
             sequence_id=SequenceId(name),
             namespace_id=NamespaceId(namespace),
-            hashes=tuple(self.hashes(namespace, tokens) if hashes is None else hashes),
+            hashes=tuple(self.hashes(namespace, tokens, kv_precision) if hashes is None else hashes),
             num_tokens=len(tokens),
             num_blocks=num_blocks,
             max_blocks=num_blocks if max_blocks is None else max_blocks,
@@ -201,17 +223,27 @@ class Replica:
             epoch=Epoch(epoch),
             priority=priority,
             deadline_s=deadline_s,
+            geometry_id=None if kv_precision is None else self.formats[kv_precision][0],
         )
 
     def run(self, name: str, namespace: str, tokens: list[int], **options: Any) -> Admitted:
         """Admits, computes and publishes the full blocks of a prompt."""
         admitted = self.admit(name, namespace, tokens, **options)
         assert isinstance(admitted, Admitted), admitted
-        self.publish(name, namespace, tokens, start=admitted.num_cached_blocks)
+        precision = options.get("kv_precision")
+        self.publish(name, namespace, tokens, start=admitted.num_cached_blocks, kv_precision=precision)
         return admitted
 
-    def publish(self, name: str, namespace: str, tokens: list[int], *, start: int = 0) -> Published:
-        hashes = self.hashes(namespace, tokens)
+    def publish(
+        self,
+        name: str,
+        namespace: str,
+        tokens: list[int],
+        *,
+        start: int = 0,
+        kv_precision: KVPrecision | None = None,
+    ) -> Published:
+        hashes = self.hashes(namespace, tokens, kv_precision)
         seals = tuple(
             Seal(sequence_id=SequenceId(name), position=position, block_hash=hashes[position])
             for position in range(start, len(hashes))
@@ -231,9 +263,9 @@ class Replica:
         assert isinstance(answer, Released), answer
         return answer.num_released
 
-    def cache(self, name: str, namespace: str, tokens: list[int]) -> None:
+    def cache(self, name: str, namespace: str, tokens: list[int], **options: Any) -> None:
         """Leaves the prompt's full blocks cached."""
-        self.run(name, namespace, tokens)
+        self.run(name, namespace, tokens, **options)
         self.release(name)
 
     def detach(self) -> Any:

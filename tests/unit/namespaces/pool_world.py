@@ -30,6 +30,7 @@ from remora.namespaces.commands import (
     Wait,
 )
 from remora.namespaces.effects import CopyBlocks, Effect, ZeroBlocks
+from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hashing import chain_root, kv_fingerprint, next_hash, sharing_domain
 from remora.namespaces.journal import encode_record, read_journal
 from remora.namespaces.pool import PoolState, PoolStateConfig
@@ -40,7 +41,12 @@ NUM_EXTENTS = 5
 EXTENT_BYTES = 36 * BLOCK_BYTES
 DATA_BYTES = NUM_EXTENTS * EXTENT_BYTES
 GEOMETRIES = {"m1": small_geometry(1), "m2": small_geometry(2), "m3": small_geometry(4)}
-FINGERPRINTS = {model: kv_fingerprint(geometry, model, "t") for model, geometry in GEOMETRIES.items()}
+#: Another precision of m1, for one namespace.
+WIDE = GEOMETRIES["m1"].with_precision(("fp32", "fp32"))
+FINGERPRINTS = {
+    geometry.geometry_id: kv_fingerprint(geometry, model, "t")
+    for model, geometry in (*GEOMETRIES.items(), ("m1", WIDE))
+}
 
 
 @dataclass
@@ -51,6 +57,12 @@ class Spec:
     guaranteed: int
     limit: int
     weight: float
+    kv_precision: KVPrecision | None = None
+
+    @property
+    def geometry(self) -> KVGeometry:
+        own = GEOMETRIES[self.model]
+        return own if self.kv_precision is None else own.with_precision(self.kv_precision)
 
     def domain(self, name: str) -> str:
         return sharing_domain(NamespaceId(name), self.tenant, self.share_group)
@@ -63,6 +75,7 @@ SPECS = {
     "alone/b": Spec("m1", "", "", 0, 24 * BLOCK_BYTES, 2.0),
     "group-a": Spec("m1", "t", "g", EXTENT_BYTES // 4, DATA_BYTES, 2.0),
     "group-b": Spec("m1", "t", "g", 0, 40 * BLOCK_BYTES, 1.0),
+    "group-wide": Spec("m1", "t", "g", 0, 60 * BLOCK_BYTES, 1.0, WIDE.kv_precision),
     "two": Spec("m2", "t", "g", EXTENT_BYTES, DATA_BYTES, 1.0),
     "three": Spec("m3", "", "", 2 * EXTENT_BYTES, DATA_BYTES, 0.5),
 }
@@ -170,7 +183,6 @@ class PoolWorld(RuleBasedStateMachine):
 
     def switch(self, client: Client) -> None:
         """Does what it was told about blocks that moved, as a replica does before it says anything more."""
-        size = GEOMETRIES[client.model].block_bytes
         for event in client.relocations:
             client.relocated_no = event.event_no
             for item in event.items:
@@ -178,7 +190,8 @@ class PoolWorld(RuleBasedStateMachine):
                 if running is None or running.blocks[item.position : item.position + 1] != [item.old_block]:
                     continue
                 if item.copy:
-                    for old, new in zip(units(item.old_block, size), units(item.new_block, size), strict=True):
+                    places = (self.units_of(running, block) for block in (item.old_block, item.new_block))
+                    for old, new in zip(*places, strict=True):
                         self.shadow[new] = self.shadow[old]
                 running.blocks[item.position] = item.new_block
         client.relocations.clear()
@@ -220,44 +233,41 @@ class PoolWorld(RuleBasedStateMachine):
         running = Running(
             admit, list(admitted.blocks), tokens, list(admit.hashes), num_published=admitted.num_cached_blocks
         )
-        size = GEOMETRIES[client.model].block_bytes
         domain = spec.domain(admit.namespace_id)
         for position in range(admitted.num_cached_blocks):
-            for part, unit in enumerate(units(admitted.blocks[position], size)):
+            for part, unit in enumerate(self.units_of(running, admitted.blocks[position])):
                 assert self.shadow[unit] == (domain, (admit.hashes[position], part)), "a hit that holds something else"
         self.write(client, running, admitted.blocks[admitted.num_cached_blocks :], admitted.num_cached_blocks)
         client.running[admit.sequence_id] = running
 
     def write(self, client: Client, running: Running, blocks: tuple[int, ...], first_position: int) -> None:
         """Fills granted blocks; what lay there was empty or of the same sharing domain, and nobody's."""
-        size = GEOMETRIES[client.model].block_bytes
         domain = self.specs[running.admit.namespace_id].domain(running.admit.namespace_id)
         held = {
             unit
             for each in self.clients
             for one in each.running.values()
             for held_block in (*one.blocks, *one.sources)
-            for unit in self.units_of(each, held_block)
+            for unit in self.units_of(one, held_block)
         }
-        own = {u for block in running.blocks[:first_position] for u in units(block, size)}
+        own = {u for block in running.blocks[:first_position] for u in self.units_of(running, block)}
         for position, block in enumerate(blocks, first_position):
             while len(running.hashes) <= position:  # generated tokens, so that every block has content
                 parent = running.hashes[-1] if running.hashes else self.root(running.admit.namespace_id)
                 running.hashes.append(next_hash(parent, [position, len(running.tokens)]))
-            for part, unit in enumerate(units(block, size)):
+            for part, unit in enumerate(self.units_of(running, block)):
                 assert unit not in held or running.admit.sequence_id in client.running, "granted while in use"
                 assert unit not in own
                 before = self.shadow[unit]
                 assert before is None or before[0] == domain, "content of another tenant"
                 self.shadow[unit] = (domain, (running.hashes[position], part))
 
-    @staticmethod
-    def units_of(client: Client, block: int) -> range:
-        return units(block, GEOMETRIES[client.model].block_bytes)
+    def units_of(self, running: Running, block: int) -> range:
+        return units(block, self.specs[running.admit.namespace_id].geometry.block_bytes)
 
     def root(self, namespace: str) -> BlockHash:
         spec = self.specs[namespace]
-        return chain_root(FINGERPRINTS[spec.model], spec.domain(namespace))
+        return chain_root(FINGERPRINTS[spec.geometry.geometry_id], spec.domain(namespace))
 
     def call_admit(self, client: Client, crash: str, **fields: Any) -> AnyAnswer:
         self.switch(client)
@@ -276,18 +286,17 @@ class PoolWorld(RuleBasedStateMachine):
 
     def take_edit(self, client: Client, source: Running, target: Running, answer: Edited) -> None:
         """What an operation on a sequence left: blocks that stayed, and copies that nobody else has."""
-        size = GEOMETRIES[client.model].block_bytes
         copies = {move.target_block for move in answer.moves}
         shared = [block for block in answer.blocks if block not in copies]
         table = source.blocks[: answer.num_kept_blocks] + shared
         sources = {move.source_block for move in answer.moves}
         # A sealed block that the pool has moved, and whose user has not switched yet, is copied from its new place.
-        table_units = [[self.shadow[unit] for unit in units(block, size)] for block in source.blocks]
-        assert all([self.shadow[unit] for unit in units(block, size)] in table_units for block in sources)
+        table_units = [[self.shadow[unit] for unit in self.units_of(source, block)] for block in source.blocks]
+        assert all([self.shadow[unit] for unit in self.units_of(source, block)] in table_units for block in sources)
         num_plain = answer.num_tokens if answer.first_edited_token is None else answer.first_edited_token
         num_sealed = min(source.num_published, num_plain // BLOCK_TOKENS)
         hashes = source.hashes[: len(table)]
-        target.sources = {block: [self.shadow[unit] for unit in units(block, size)] for block in sources}
+        target.sources = {block: [self.shadow[unit] for unit in self.units_of(source, block)] for block in sources}
         target.blocks, target.hashes, target.num_published = table, hashes, num_sealed
         self.next_id += 1
         while len(target.hashes) < len(table) + len(copies):
@@ -343,6 +352,7 @@ class PoolWorld(RuleBasedStateMachine):
                 namespace_id=NamespaceId(name),
                 model_id=spec.model,
                 quota=quota,
+                kv_precision=spec.kv_precision,
                 tenant=spec.tenant,
                 share_group=spec.share_group,
             ),

@@ -1,4 +1,4 @@
-"""A pool under everything at once: three geometries, share groups, borrowers, repeated and reordered calls, lost leases
+"""A pool under everything at once: four geometries, share groups, borrowers, repeated and reordered calls, lost leases
 and crashes at every command. A shadow of the bytes of the arena shows whether anybody could read what is not his.
 """
 
@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pool_driver import BLOCK_TOKENS
 from pool_rules import CRASH, PICK, PoolRules
-from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, Client, Spec
+from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, WIDE, Client, Spec
 
 from remora.namespaces.commands import (
+    AddFormat,
     Admit,
     Admitted,
     Attach,
@@ -23,6 +24,7 @@ from remora.namespaces.commands import (
     Extend,
     Extended,
     ExtendItem,
+    FormatAdded,
     LeaseLost,
     OverQuota,
     ProcessIdentity,
@@ -66,7 +68,7 @@ class PoolMachine(PoolRules):
             replica_id="r",
             model_id=model,
             geometry=GEOMETRIES[model],
-            fingerprint=FINGERPRINTS[model],
+            fingerprint=FINGERPRINTS[GEOMETRIES[model].geometry_id],
             process=ProcessIdentity(pid=self.next_id, start_time_ticks=0, boot_id="b"),
             relocates=relocates,
         )
@@ -75,6 +77,9 @@ class PoolMachine(PoolRules):
         if isinstance(answer, Attached):
             client.calls.append((attach, answer))
             self.clients.append(client)
+            if model == "m1":
+                wide = {"geometry": WIDE, "fingerprint": FINGERPRINTS[WIDE.geometry_id]}
+                assert isinstance(self.call(client, AddFormat, crash, **wide), FormatAdded)
 
     @rule(
         pick=PICK,
@@ -109,6 +114,7 @@ class PoolMachine(PoolRules):
             crash,
             sequence_id=sequence_id,
             namespace_id=namespace,
+            geometry_id=self.specs[namespace].geometry.geometry_id,
             hashes=tuple(chain_hashes(self.root(namespace), tokens, BLOCK_TOKENS)),
             num_tokens=length,
             num_blocks=num_blocks,
@@ -213,7 +219,7 @@ class PoolMachine(PoolRules):
         old = self.specs[name]
         self.specs[name] = Spec(
             old.model, old.tenant, old.share_group, guaranteed * EXTENT_BYTES // 2,
-            max(guaranteed * EXTENT_BYTES // 2, limit * EXTENT_BYTES), weight,
+            max(guaranteed * EXTENT_BYTES // 2, limit * EXTENT_BYTES), weight, old.kv_precision,
         )  # fmt: skip
         if not isinstance(self.set_quota(name, crash), QuotaSet):
             self.specs[name] = old
@@ -241,26 +247,28 @@ class PoolMachine(PoolRules):
         assert all(namespace.num_waiting == namespace.num_running == 0 for namespace in report.namespaces)
         for name in order:
             spec = self.specs[name]
-            geometry = GEOMETRIES[spec.model]
+            geometry, own = spec.geometry, GEOMETRIES[spec.model]
             lease_id = LeaseId(f"probe-{name}")
             attach = Attach(
-                lease_id=lease_id, call_no=1, replica_id="r", model_id=spec.model, geometry=geometry,
-                fingerprint=FINGERPRINTS[spec.model], process=ProcessIdentity(pid=1, start_time_ticks=0, boot_id=""),
+                lease_id=lease_id, call_no=1, replica_id="r", model_id=spec.model, geometry=own,
+                fingerprint=b"", process=ProcessIdentity(pid=1, start_time_ticks=0, boot_id=""),
             )  # fmt: skip
             assert isinstance(copy.apply(attach, self.now_s), Attached)
+            add = AddFormat(lease_id=lease_id, call_no=2, geometry=geometry, fingerprint=b"")
+            assert isinstance(copy.apply(add, self.now_s), FormatAdded)
             namespace = copy._parts.book.namespaces[NamespaceId(name)]
             own_bytes = namespace.guaranteed_bytes - sum(child.guaranteed_bytes for child in namespace.children)
             guaranteed = own_bytes // geometry.block_bytes
             sizes = [guaranteed, max(1, spec.limit // geometry.block_bytes * share // 100)]
             for call_no, size in enumerate(filter(None, sizes), 1):
                 admit = Admit(
-                    lease_id=lease_id, call_no=2 * call_no, sequence_id=f"p{call_no}", namespace_id=name, hashes=(),
-                    num_tokens=1, num_blocks=size, max_blocks=size,
+                    lease_id=lease_id, call_no=2 * call_no + 1, sequence_id=f"p{call_no}", namespace_id=name, hashes=(),
+                    num_tokens=1, num_blocks=size, max_blocks=size, geometry_id=geometry.geometry_id,
                 )  # fmt: skip
                 answer = copy.apply(admit, self.now_s)
                 assert isinstance(answer, Admitted | OverQuota), answer
                 assert isinstance(answer, Admitted) or size > guaranteed
-                release = Release(lease_id=lease_id, call_no=2 * call_no + 1, sequence_ids=(f"p{call_no}",))
+                release = Release(lease_id=lease_id, call_no=2 * call_no + 2, sequence_ids=(f"p{call_no}",))
                 copy.apply(release, self.now_s)
             copy.apply(LeaseLost(lease_id=lease_id), self.now_s)
             copy.check_integrity()
@@ -342,10 +350,10 @@ class PoolMachine(PoolRules):
                 name = running.admit.namespace_id
                 domain = self.specs[name].domain(name)
                 for position, block in enumerate(running.blocks):
-                    for part, unit in enumerate(self.units_of(client, block)):
+                    for part, unit in enumerate(self.units_of(running, block)):
                         assert self.shadow[unit] == (domain, (running.hashes[position], part))
                 for block, content in running.sources.items():
-                    assert [self.shadow[unit] for unit in self.units_of(client, block)] == content
+                    assert [self.shadow[unit] for unit in self.units_of(running, block)] == content
 
 
 PoolMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
