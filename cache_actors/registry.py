@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import ray
 
-from remora.cache_actors.cluster_names import ray_namespace as ray_namespace
+from remora.cache_actors.cluster_names import ray_namespace
 from remora.cache_actors.process_watch import is_alive
 from remora.cache_actors.registry_state import (
     Changes,

@@ -39,6 +39,8 @@ def local_ray_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
+        # Nobody restarts its GCS: who has lost it need not wait the default minute for it.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
         "RAY_USAGE_STATS_ENABLED": "0",
         # Fixed otherwise, so that a second instance on the machine would not start.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_port),

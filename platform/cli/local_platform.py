@@ -68,8 +68,11 @@ class LocalPlatform:
     def owns_ray(self) -> bool:
         return self._config.cluster.ray_address == "local"
 
-    def start(self) -> None:
-        """Returns when the platform answers requests. Raises RemoraError with a sentence."""
+    def start(self, *, on_ray_started: Callable[[], None] = lambda: None) -> None:
+        """Returns when the platform answers requests. Raises RemoraError with a sentence.
+
+        `on_ray_started` is called once Ray has started, which installs signal handlers of its own.
+        """
         instance_id = secrets.token_hex(8)
         os.environ[INSTANCE_VARIABLE] = instance_id
         if self.owns_ray:
@@ -84,6 +87,7 @@ class LocalPlatform:
         )
         self._store.write(self._record)
         self._start_ray()
+        on_ray_started()
         from ray.exceptions import RayError
 
         try:
@@ -203,8 +207,9 @@ class LocalPlatform:
     def _stop_actors(self) -> None:
         import ray
 
+        from remora.cache_actors.cluster_names import ray_namespace
         from remora.cache_actors.pool_actor import find_pools
-        from remora.cache_actors.registry import REGISTRY_NAME, ray_namespace
+        from remora.cache_actors.registry import REGISTRY_NAME
 
         pools = find_pools(self._config.cluster.name)
         with contextlib.suppress(ray.exceptions.RayError):

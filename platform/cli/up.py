@@ -95,8 +95,7 @@ def _run(platform: LocalPlatform, config: RemoraConfig, progress: Progress) -> i
     signals.install()
     try:
         with signals.interrupting():
-            platform.start()
-        signals.install()
+            platform.start(on_ray_started=signals.install)
         progress.say(f"ready: {platform.url}")
         progress.say(access_text(config))
         click.echo(_invitation(config, platform.url))
@@ -108,7 +107,9 @@ def _run(platform: LocalPlatform, config: RemoraConfig, progress: Progress) -> i
         pass
     except BaseException:
         _stop(platform, signals, progress)
-        raise
+        if not signals.requested.is_set():  # what fails after a signal fails because of it
+            raise
+        return 0
     _stop(platform, signals, progress)
     return 0
 

@@ -96,8 +96,9 @@ def platform(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     import ray
     from ray import serve
 
+    from remora.cache_actors.cluster_names import ray_namespace
     from remora.cache_actors.pool_actor import find_pools
-    from remora.cache_actors.registry import REGISTRY_NAME, ray_namespace
+    from remora.cache_actors.registry import REGISTRY_NAME
     from remora.platform.app import build_app, start_serve
 
     config = _config(tmp_path_factory.mktemp("state"))

@@ -12,7 +12,8 @@ import pytest
 import ray
 from openai import OpenAI
 
-from remora.cache_actors.registry import REGISTRY_NAME, ray_namespace
+from remora.cache_actors.cluster_names import ray_namespace
+from remora.cache_actors.registry import REGISTRY_NAME
 
 pytestmark = pytest.mark.e2e
 

@@ -96,6 +96,13 @@ class Up:
             if part in line:
                 return line
 
+    def await_end(self, timeout_s: float) -> int:
+        """Its exit code; `text` then holds everything that it printed."""
+        code = self.process.wait(timeout_s)
+        while (line := self._queue.get(timeout=10)) is not None:
+            self.lines.append(line)
+        return code
+
     def run(self, *arguments: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
         """Another command of the same user."""
         return subprocess.run(

@@ -56,7 +56,7 @@ def test_a_signal_while_starting_leaves_nothing(make_up: Callable[[str], Up], nu
     for _ in range(2):
         os.killpg(up.process.pid, number)
         time.sleep(0.2)
-    assert up.process.wait(90) == 0
+    assert up.await_end(90) == 0, up.text
     up.assert_nothing_left(record)
 
 
@@ -100,7 +100,7 @@ def test_11_lc26676_after_kill_9_of_everything_cache_and_sessions_are_there_and_
     record = up.record
     assert record.instance_id != killed.instance_id
     up.process.send_signal(signal.SIGTERM)
-    assert up.process.wait(90) == 0
+    assert up.await_end(90) == 0, up.text
     up.assert_nothing_left(record)
 
 
@@ -123,5 +123,5 @@ def test_an_up_whose_ray_dies_stops_and_clears_everything(make_up: Callable[[str
     up.await_line("pool cpu0: created")
     record = up.record
     kill_processes(up.processes())
-    assert up.process.wait(120) != 0
+    assert up.await_end(120) != 0, up.text
     up.assert_nothing_left(record)

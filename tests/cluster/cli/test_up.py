@@ -134,7 +134,7 @@ def test_down_stops_its_own_instance_and_no_other_ray(running: Up, ray_cluster: 
     done = running.run("down", "--name", "blue")
     assert done.returncode == 0, done.stderr
     assert "Stopped 'blue'" in done.stdout
-    assert running.process.wait(10) == 0
+    assert running.await_end(10) == 0, running.text
     running.assert_nothing_left(record)
     host, port = record.url.removeprefix("http://").split(":")
     with pytest.raises(ConnectionRefusedError):

@@ -25,6 +25,7 @@ import yaml
 from remora.cache_actors.stale_files import remove_stale
 from remora.platform.base import paths
 from remora.platform.base.local_ray import new_temp_dir, stop_local_ray
+from remora.platform.cli.processes import kill_marked
 
 helm_python = pytest.importorskip("helm_python", reason="needs helm-python-sdk, which exists for x86-64 only")
 
@@ -32,6 +33,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 CHART_DIR = Path(__file__).resolve().parents[3] / "helm"
 CLUSTER_NAME = "chart"
+#: Names the processes of this Ray in their environment.
+_MARK = "REMORA_TEST_CHART"
 VALUES: dict[str, Any] = {
     "config": {
         "cluster": {"name": CLUSTER_NAME, "object_store_bytes": "128MiB"},
@@ -87,6 +90,7 @@ class ChartOnRay:
             "RAY_AUTH_TOKEN": self._token,
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "REMORA_STATE_DIR": str(self.state_dir),
+            _MARK: self._token,
         }
         (files,) = spec["initContainers"]
         _, *arguments = files["command"]
@@ -160,12 +164,8 @@ class ChartOnRay:
 
     def stop(self) -> None:
         if self._ray is not None:
-            self._ray.terminate()
-            try:
-                self._ray.wait(60)
-            except subprocess.TimeoutExpired:
-                self._ray.kill()
-                self._ray.wait()
+            kill_marked(_MARK, self._token)  # an orderly end takes Ray half a minute
+            self._ray.wait(60)
         stop_local_ray(self._temp_dir)
         remove_stale(CLUSTER_NAME, paths.SHARED_MEMORY_DIR, self.state_dir)
 
