@@ -222,7 +222,13 @@ class SessionBook:
             context=parent.context,
         )
         cut = cut_log(parent, num_tokens)
-        event = Forked(at_s=now_s, created=created, parent_id=parent.session_id, **cut)  # type: ignore[arg-type]
+        event = Forked(
+            at_s=now_s,
+            created=created,
+            parent_id=parent.session_id,
+            owner=parent.owner,
+            **cut,  # type: ignore[arg-type]
+        )
         return _head(self._apply(command.new_id, event))
 
     def _truncate(self, command: TruncateSession, now_s: float) -> SessionHead:

@@ -85,7 +85,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     used_s: float
     version: int = 1
     epoch: Epoch
-    #: The replica that computed the last turn.
+    #: The replica that computed the last turn, or should compute the next.
     owner: ReplicaId | None = None
     token_bytes: bytes = b""
     turns: tuple[Turn, ...] = ()
@@ -140,6 +140,8 @@ class Forked(_Event, frozen=True, kw_only=True, tag=True):
     turns: tuple[Turn, ...]
     edits: Edits
     pending: Pending = ()
+    #: Where the parent's blocks are.
+    owner: ReplicaId | None = None
 
 
 class TurnBegun(_Event, frozen=True, kw_only=True, tag=True):
@@ -206,6 +208,7 @@ def apply(state: SessionState | None, event: SessionEvent) -> SessionState:
             turns=event.turns,
             edits=event.edits,
             pending=event.pending,
+            owner=event.owner,
         )
     if state is None:
         raise IntegrityError(f"{type(event).__name__} comes before the session's creation")

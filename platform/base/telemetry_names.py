@@ -58,6 +58,8 @@ GEN_AI_OUTPUT_MESSAGES = "gen_ai.output.messages"
 #: Values of GEN_AI_OPERATION_NAME and GEN_AI_PROVIDER_NAME.
 OPERATION_CHAT = "chat"
 OPERATION_TEXT_COMPLETION = "text_completion"
+#: Of a request that forks a session and generates on every branch: first word of its span's name.
+FORK = "fork"
 PROVIDER = "remora"
 
 # ---- attributes: general conventions ---------------------------------------------------------------------------------

@@ -117,6 +117,38 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
+# ---- branches of a session -------------------------------------------------------------------------------------------
+
+
+class Branch(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What OpenAI has no place for: which session a branch goes on as, and how it ended."""
+
+    index: int
+    #: None: it is not kept.
+    session_id: str | None
+    #: From its end on.
+    usage: Usage | None = None
+    #: As error_document makes it, without its outer level.
+    error: dict[str, str | None] | None = None
+
+
+class BranchChatCompletion(ChatCompletion, kw_only=True):
+    branches: list[Branch]
+
+
+class BranchCompletion(Completion, kw_only=True):
+    branches: list[Branch]
+
+
+class BranchChatChunk(ChatCompletionChunk, kw_only=True):
+    #: Of which branch this is; its index is the choice's as well. Absent in the chunk of the whole usage.
+    branch: Branch | msgspec.UnsetType = msgspec.UNSET
+
+
+class BranchTextChunk(Completion, kw_only=True):
+    branch: Branch | msgspec.UnsetType = msgspec.UNSET
+
+
 class ListAnswer(msgspec.Struct):
     """OpenAI's list object."""
 

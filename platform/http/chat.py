@@ -10,22 +10,14 @@ from fastapi import APIRouter, Request, Response
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import RemoraError
-from remora.platform.http.api_types import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-)
+from remora.platform.http.api_types import ChatCompletion, ChatCompletionChunk
 from remora.platform.http.body import read_model
 from remora.platform.http.chat_request import ChatRequest
+from remora.platform.http.choice_writers import ChatChoiceWriter
 from remora.platform.http.disconnect import until_disconnect
 from remora.platform.http.errors import error_document
 from remora.platform.http.generation import ChoiceDelta, Generation
 from remora.platform.http.json_response import MsgspecJSONResponse
-from remora.platform.http.logprobs import chat_logprobs
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
 from remora.platform.http.session_prompt import chat_prompt
@@ -83,26 +75,18 @@ async def render_prompt(tokenizer: ChatTokenizer, body: ChatRequest) -> tuple[in
 
 
 async def _whole(generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer) -> ChatCompletion:
-    choices = [ChatChoice(index, ChatMessage("")) for index in range(generation.num_choices)]
-    texts: list[list[str]] = [[] for _ in choices]
+    writers = [ChatChoiceWriter(index, tokenizer) for index in range(generation.num_choices)]
     deltas = first
     while deltas:
         for index, delta in deltas:
-            texts[index].append(delta.text)
-            choice = choices[index]
-            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-            logprobs = chat_logprobs(delta, tokenizer)
-            if logprobs is not None:
-                choice.logprobs = ChatLogprobs((choice.logprobs.content if choice.logprobs else []) + logprobs.content)
+            writers[index].add(delta)
         deltas = await generation.next_deltas()
-    for choice, parts in zip(choices, texts, strict=True):
-        choice.message.content = "".join(parts)
     return ChatCompletion(
         id=generation.id,
         created=generation.created,
         model=generation.model_id,
         system_fingerprint=generation.system_fingerprint,
-        choices=choices,
+        choices=[writer.whole() for writer in writers],
         usage=generation.usage(),
     )
 
@@ -119,22 +103,14 @@ async def _chunks(
         choices=[],
         usage=None if include_usage else msgspec.UNSET,
     )
-    opened: set[int] = set()
+    writers = [ChatChoiceWriter(index, tokenizer) for index in range(generation.num_choices)]
     deltas = first
     try:
         while deltas:
             parts: list[bytes] = []
             for index, delta in deltas:
-                if index not in opened:
-                    opened.add(index)
-                    chunk.choices = [ChatChunkChoice(index, ChatDelta(role="assistant", content=""))]
-                    parts.append(event(chunk))
-                logprobs = chat_logprobs(delta, tokenizer)
-                if delta.text or logprobs is not None:
-                    chunk.choices = [ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs)]
-                    parts.append(event(chunk))
-                if delta.finish_reason is not None:
-                    chunk.choices = [ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason, delta.stop_reason)]
+                for choice in writers[index].chunks(delta):
+                    chunk.choices = [choice]
                     parts.append(event(chunk))
             if parts:
                 yield b"".join(parts)

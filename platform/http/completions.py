@@ -11,14 +11,14 @@ from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import RemoraError
-from remora.platform.http.api_types import Completion, CompletionChoice, CompletionLogprobs
+from remora.platform.http.api_types import Completion
 from remora.platform.http.body import read_model
+from remora.platform.http.choice_writers import TextChoiceWriter
 from remora.platform.http.completion_request import CompletionRequest
 from remora.platform.http.disconnect import until_disconnect
 from remora.platform.http.errors import error_document
 from remora.platform.http.generation import ChoiceDelta, Generation
 from remora.platform.http.json_response import MsgspecJSONResponse
-from remora.platform.http.logprobs import CompletionLogprobsWriter
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
 from remora.platform.http.session_prompt import text_prompt
@@ -93,35 +93,20 @@ def _echoes(tokenizer: ChatTokenizer, body: CompletionRequest, prompts: list[tup
 async def _whole(
     generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer, echoes: list[str]
 ) -> Completion:
-    choices = [CompletionChoice(index, "") for index in range(len(echoes))]
-    texts = [[echo] for echo in echoes]
-    writers = [CompletionLogprobsWriter() for _ in echoes]
+    writers = [TextChoiceWriter(index, tokenizer, echo) for index, echo in enumerate(echoes)]
     deltas = first
     while deltas:
         for index, delta in deltas:
-            texts[index].append(delta.text)
-            choice = choices[index]
-            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-            choice.logprobs = _joined(choice.logprobs, writers[index].write(delta, tokenizer))
+            writers[index].add(delta)
         deltas = await generation.next_deltas()
-    for choice, parts in zip(choices, texts, strict=True):
-        choice.text = "".join(parts)
     return Completion(
         id=generation.id,
         created=generation.created,
         model=generation.model_id,
         system_fingerprint=generation.system_fingerprint,
-        choices=choices,
+        choices=[writer.whole() for writer in writers],
         usage=generation.usage(),
     )
-
-
-def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    if first is None or second is None:
-        return first or second
-    for field in CompletionLogprobs.__struct_fields__:
-        getattr(first, field).extend(getattr(second, field))
-    return first
 
 
 async def _chunks(
@@ -141,16 +126,14 @@ async def _chunks(
         choices=[],
         usage=None if include_usage else msgspec.UNSET,
     )
-    writers = [CompletionLogprobsWriter() for _ in echoes]
+    writers = [TextChoiceWriter(index, tokenizer, echo) for index, echo in enumerate(echoes)]
     deltas = first
     try:
         while deltas:
             parts: list[bytes] = []
             for index, delta in deltas:
-                text, echoes[index] = echoes[index] + delta.text, ""
-                logprobs = writers[index].write(delta, tokenizer)
-                if text or logprobs is not None or delta.finish_reason is not None:
-                    chunk.choices = [CompletionChoice(index, text, logprobs, delta.finish_reason, delta.stop_reason)]
+                for choice in writers[index].chunks(delta):
+                    chunk.choices = [choice]
                     parts.append(event(chunk))
             if parts:
                 yield b"".join(parts)

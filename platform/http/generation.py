@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 from opentelemetry.trace import SpanKind
@@ -16,6 +16,7 @@ from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.request_stream import RequestStream
 from remora.deployments.session_context import SessionContext
 from remora.deployments.session_turns import SessionTurn
+from remora.namespaces.session_log import SessionState
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import InvalidRequest, RemoraError
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, SessionId
@@ -26,7 +27,7 @@ from remora.platform.http.caller import caller_of
 from remora.platform.http.disconnect import ClientGone
 from remora.platform.http.generation_fields import GenerationFields
 from remora.platform.http.services import Services
-from remora.platform.http.session_prompt import TurnPrompt
+from remora.platform.http.session_prompt import ReadLog, SessionLog, TurnPrompt
 from remora.platform.http.span_content import SpanContent
 
 NAMESPACE_HEADER = "x-remora-namespace"
@@ -39,10 +40,20 @@ ChoiceDelta = tuple[int, TokenDelta]
 class Generation:
     """Started by `start`, read by `next_deltas`, and always ended by `finish`."""
 
-    def __init__(self, services: Services, request: Request, fields: GenerationFields, operation: str) -> None:
+    def __init__(
+        self,
+        services: Services,
+        request: Request,
+        fields: GenerationFields,
+        operation: str,
+        *,
+        response_id: str | None = None,
+        parent: Mapping[str, str] | None = None,
+    ) -> None:
         """Finds model and namespace; raises NotFound, or RateLimited for a tenant with too many at once.
 
-        Begins the request's span, whose parent the client may name.
+        Begins the generation's span below the W3C headers `parent`; without them it is the request's outermost, whose
+        parent the client may name. `response_id` is made up if left out.
         """
         self._services = services
         self._fields = fields
@@ -54,7 +65,7 @@ class Generation:
         self._caller.check_priority(fields.priority)
         if self._caller.limits is not None:
             self._caller.limits.begin()
-        self.id = f"{'chatcmpl' if operation == names.OPERATION_CHAT else 'cmpl'}-{uuid.uuid4().hex}"
+        self.id = response_id or new_response_id(operation)
         self.created = int(time.time())
         self.system_fingerprint = ""
         self.num_choices = fields.n or 1
@@ -68,6 +79,8 @@ class Generation:
         self._delivered_s: float | None = None
         self._ended = False
         self._turn: SessionTurn | None = None
+        #: What the prompt goes on behind: the turn's, or one that is only read.
+        self._log: SessionLog | None = None
         self._added: TurnPrompt | None = None
         #: The replica last seen at work.
         self._owner: ReplicaId | None = None
@@ -82,7 +95,7 @@ class Generation:
                 names.REMORA_NAMESPACE: self.namespace_id,
                 names.GEN_AI_RESPONSE_ID: self.id,
             },
-            parent=request.headers,
+            parent=request.headers if parent is None else parent,
             kind=SpanKind.SERVER,
         )
         self.content = SpanContent(self._span, enabled=services.config.telemetry.capture_content)
@@ -104,17 +117,32 @@ class Generation:
             self.namespace_id if self._named_namespace else None,
             wait_s=self._services.config.http.queue_timeout_s if self._fields.on_conflict == "wait" else 0.0,
         )
-        self._span.set_attribute(names.REMORA_SESSION_ID, session_id)
-        self._span.set_attribute(names.GEN_AI_CONVERSATION_ID, session_id)
+        self._log = self._turn
         self._span.set_attribute(names.REMORA_EPOCH, self._turn.epoch)
+        self._belongs_to(self._turn.state)
+        return self._turn
+
+    def go_on_from(self, state: SessionState) -> ReadLog:
+        """Goes on behind a session's log, with its tokens in `state`, and leaves the session as it is."""
+        self._log = log = ReadLog(state)
+        self._belongs_to(state)
+        return log
+
+    def _belongs_to(self, state: SessionState) -> None:
+        self._span.set_attribute(names.REMORA_SESSION_ID, state.session_id)
+        self._span.set_attribute(names.GEN_AI_CONVERSATION_ID, state.session_id)
         # A session pays where it was made.
-        self.namespace_id = self._services.core.catalog.find_namespace(self.model_id, self._turn.state.namespace_id)
+        self.namespace_id = self._services.core.catalog.find_namespace(self.model_id, state.namespace_id)
         self._span.set_attribute(names.REMORA_NAMESPACE, self.namespace_id)
         in_flight = self._services.stats.in_flight
         in_flight.labels(*self._labels).dec()
         self._labels = (self.model_id, self.namespace_id)
         in_flight.labels(*self._labels).inc()
-        return self._turn
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the commit of the session's turn was begun."""
+        return self._turn is not None and self._turn.is_committed
 
     async def start(
         self,
@@ -132,13 +160,13 @@ class Generation:
         Without `max_tokens` the output may fill the context, up to `default_max_tokens`. `added`: what the one prompt
         of a session's turn has behind the session's log.
         """
-        fields, turn = self._fields, self._turn
+        fields, turn, log = self._fields, self._turn, self._log
         self._added = added
         card = await self._services.core.card(self.model_id)
         self.system_fingerprint = f"fp_{card.fingerprint.hex()[:12]}"
         tokenizer.check_ids(fields.stop_token_ids or (), field="stop_token_ids")
         tokenizer.check_ids([token_id for token_id, _ in fields.biases()], field="logit_bias")
-        context = SessionContext(card, turn.state if turn else None)
+        context = SessionContext(card, log.state if log else None)
         for prompt in prompts:
             if not prompt:
                 raise InvalidRequest(f"{field}: has no tokens; send at least one.", field=field)
@@ -161,10 +189,10 @@ class Generation:
                 num_choices=self.num_choices,
                 grammar=fields.response_format.grammar() if fields.response_format is not None else None,
                 # vLLM's clients count down, the engine counts up.
-                priority=-(fields.priority if fields.priority is not None else turn.state.priority if turn else 0),
+                priority=-(fields.priority if fields.priority is not None else log.state.priority if log else 0),
                 session_id=turn.session_id if turn else None,
                 epoch=turn.epoch if turn else Epoch(0),
-                owner=turn.state.owner if turn else None,
+                owner=log.state.owner if log else None,
                 trace_context=inject(self._span),
             )
             self._streams.append(await self._services.core.open(job))
@@ -276,6 +304,11 @@ class Generation:
         if error is not None:
             fail(self._span, error)
         self._span.end()
+
+
+def new_response_id(operation: str) -> str:
+    """As OpenAI's: it says which endpoint has answered."""
+    return f"{'chatcmpl' if operation == names.OPERATION_CHAT else 'cmpl'}-{uuid.uuid4().hex}"
 
 
 def _outcome(error: BaseException | None) -> str:

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from remora.deployments.models.chat_continuation import join_continuation, render_continuation
 from remora.deployments.models.tokenizer import ChatTokenizer
-from remora.deployments.session_turns import SessionTurn
-from remora.namespaces.session_log import TurnKind
+from remora.namespaces.session_log import SessionState, TurnKind, unpack_tokens
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.completion_request import CompletionRequest
 from remora.platform.http.services import encode
+
+
+class SessionLog(Protocol):
+    """A session's tokens, to go on behind: a turn that writes it, or what was read of it."""
+
+    @property
+    def state(self) -> SessionState: ...
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+
+class ReadLog:
+    """A log that is gone on from, but not written to."""
+
+    def __init__(self, state: SessionState) -> None:
+        """`state` must have its tokens."""
+        self.state = state
+        self.token_ids = unpack_tokens(state.token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +44,16 @@ class TurnPrompt:
     messages_json: bytes
 
 
-async def chat_prompt(tokenizer: ChatTokenizer, body: ChatRequest, turn: SessionTurn) -> TurnPrompt:
+async def chat_prompt(tokenizer: ChatTokenizer, body: ChatRequest, log: SessionLog) -> TurnPrompt:
     """The new messages under the model's template. Raises InvalidRequest naming the message."""
-    if turn.state.ends_in_prompt:
+    if log.state.ends_in_prompt:
         raise InvalidRequest(
             "messages: the session was truncated inside a prompt; truncate it to the end of a turn first, "
             "or go on with /v1/completions.",
             field="messages",
         )
     arguments = body.chat_template_kwargs
-    if turn.token_ids:
+    if log.token_ids:
         text = render_continuation(
             tokenizer, body.messages, add_generation_prompt=body.add_generation_prompt, arguments=arguments
         )
@@ -43,15 +62,15 @@ async def chat_prompt(tokenizer: ChatTokenizer, body: ChatRequest, turn: Session
             body.messages, None, add_generation_prompt=body.add_generation_prompt, arguments=arguments
         )
     token_ids = await encode(tokenizer, text, add_special_tokens=False, field="messages")
-    added = join_continuation(tokenizer, turn.token_ids, token_ids)
+    added = join_continuation(tokenizer, log.token_ids, token_ids)
     return TurnPrompt("chat", added, msgspec.json.encode(body.messages))
 
 
-async def text_prompt(tokenizer: ChatTokenizer, body: CompletionRequest, turn: SessionTurn) -> TurnPrompt:
+async def text_prompt(tokenizer: ChatTokenizer, body: CompletionRequest, log: SessionLog) -> TurnPrompt:
     """The one prompt of the request; only the first of a session gets the model's opening token."""
     (prompt,) = body.prompt
     if isinstance(prompt, str):
-        added = await encode(tokenizer, prompt, add_special_tokens=not turn.token_ids, field="prompt")
+        added = await encode(tokenizer, prompt, add_special_tokens=not log.token_ids, field="prompt")
         described = prompt
     else:
         tokenizer.check_ids(prompt, field="prompt")

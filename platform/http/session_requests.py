@@ -50,14 +50,6 @@ def context_policy(body: CreateBody, namespace: NamespaceConfig) -> ContextPolic
     )
 
 
-class ForkBody(_Body):
-    """POST /v1/sessions/{id}/fork."""
-
-    id: SessionName | None = None
-    #: How much of the log the new session has; all if left out.
-    num_tokens: Annotated[int, Field(ge=0)] | None = None
-
-
 class RemoveBody(_Body):
     """Tokens [start, end) of the log."""
 

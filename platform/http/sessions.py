@@ -29,6 +29,8 @@ from remora.namespaces.session_log import SessionState, Turn, unpack_tokens
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.base.ids import ModelId, NamespaceId, SessionId
 from remora.platform.http.body import read_model
+from remora.platform.http.branch_answers import fork_branches
+from remora.platform.http.branch_request import ForkBody
 from remora.platform.http.caller import Caller, caller_of
 from remora.platform.http.generation import NAMESPACE_HEADER
 from remora.platform.http.json_response import MsgspecJSONResponse
@@ -37,7 +39,6 @@ from remora.platform.http.services import Services
 from remora.platform.http.session_requests import (
     CreateBody,
     EmptyBody,
-    ForkBody,
     TruncateBody,
     context_policy,
     read_list_query,
@@ -126,8 +127,11 @@ def session_routes(services: Services) -> APIRouter:
 
     @router.post("/v1/sessions/{session_id}/fork", openapi_extra=json_body(ForkBody))
     async def fork_session(request: Request, session_id: str) -> Response:
-        """A new session that starts with this one's log, or the first tokens of it."""
+        """A new session that starts with this one's log, or the first tokens of it; or branches that generate at
+        once, each a session of its own, in one answer."""
         body = await read_model(request, ForkBody, max_bytes)
+        if body.branches is not None:
+            return await fork_branches(services, request, SessionId(session_id), body)
         parent = (await show(session_id)).state
         namespace_id = catalog.find_namespace(catalog.find_model(parent.model_id), parent.namespace_id)
         return await head(

@@ -286,9 +286,12 @@ def byte_tokenizer() -> ChatTokenizer:
 
 
 class _NoPools:
+    #: Whether every block that is looked for is found.
+    has_blocks = True
+
     async def find_blocks(self, namespace_id: str, fingerprint: bytes, hashes: Any) -> dict[str, int]:
         self.looked_up = (namespace_id, tuple(hashes))
-        return {"pool": len(hashes)}
+        return {"pool": len(hashes)} if self.has_blocks else {}
 
     async def reports(self) -> dict[str, Any]:
         return {}
@@ -316,6 +319,7 @@ class Server:
         self.replica = replica
         #: Other nodes with traces.
         self.nodes: dict[str, NodeTraces] = {}
+        self.pools = _NoPools()
         self.step_s = 0.002
         self.paused = False
         tokenizers = Tokenizers(self.core.catalog.models, lambda _: byte_tokenizer())
@@ -324,7 +328,7 @@ class Server:
             config=self.core.config,
             core=self.core,
             tokenizers=tokenizers,
-            pools=_NoPools(),
+            pools=self.pools,
             routers=OneRouter(self.core.stats.registry),
             stats=stats,
             turns=self.turns,

@@ -200,6 +200,7 @@ async def test_forks_diverge_and_truncated_sessions_go_on(http: Any) -> None:
     cut = (await show(http))["turns"][0]["end"]
     fork = await post(http, "/v1/sessions/s/fork", {"num_tokens": cut})
     assert (fork["parent"], fork["num_tokens"], fork["num_turns"]) == ("s", cut, 1)
+    assert fork["owner"] == "a"
     await chat(http, "other", name=fork["id"])
     assert await text_of(http) == before
     assert (await text_of(http, fork["id"])).startswith(before[:cut] + "\nuser: other\n")

@@ -1,0 +1,216 @@
+"""A session forked several ways at once: every branch generates, and all are read as one sequence of deltas.
+
+parent's log ─┬─ fork ─ turn ─┐                           ┌─► branch 0 ─┐
+              ├─ fork ─ turn ─┼─ what all prompts share ──┼─► branch 1 ─┼─► one answer
+              └─ read only ───┘  is computed once         └─► branch 2 ─┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import Request
+from opentelemetry.trace import SpanKind
+
+from remora.deployments.engine.messages import SamplingParams, TokenDelta
+from remora.deployments.generation_job import GenerationJob
+from remora.namespaces.hashing import chain_hashes
+from remora.namespaces.session_log import SessionState, cut_log
+from remora.platform.base import telemetry_names as names
+from remora.platform.base.errors import InvalidRequest, RemoraError
+from remora.platform.base.ids import ModelId, RequestId
+from remora.platform.base.telemetry import fail, inject, start_span
+from remora.platform.http.api_types import PromptTokensDetails, Usage
+from remora.platform.http.branch_request import BranchRequest
+from remora.platform.http.branch_run import BranchRun
+from remora.platform.http.chat_request import ChatRequest
+from remora.platform.http.disconnect import ClientGone
+from remora.platform.http.generation import TRACE_HEADER, new_response_id
+from remora.platform.http.services import Services
+
+logger = logging.getLogger(__name__)
+
+#: Full blocks of the common prompt that no pool has: from so many on, computing them once is worth another request.
+MIN_MISSING_BLOCKS = 2
+
+#: What a branch said; None: it has ended, or failed with its `error`.
+BranchEvent = tuple[BranchRun, list[TokenDelta] | None]
+
+
+class Branches:
+    """Started by `open`, read by `next_events`, and always ended by `finish`."""
+
+    def __init__(
+        self,
+        services: Services,
+        request: Request,
+        parent: SessionState,
+        wanted: Sequence[BranchRequest],
+        num_tokens: int | None = None,
+    ) -> None:
+        """`parent` with its tokens; `num_tokens`: how many of them the branches have. Raises InvalidRequest.
+
+        Begins the request's span, whose parent the client may name.
+        """
+        if num_tokens is not None:
+            if num_tokens > parent.num_tokens:
+                message = f"num_tokens: {num_tokens} is not 0 to {parent.num_tokens}."
+                raise InvalidRequest(message, field="num_tokens")
+            parent = msgspec.structs.replace(parent, **cut_log(parent, num_tokens))
+        self._services = services
+        self._request = request
+        self._parent = parent
+        first = wanted[0].fields
+        self._operation = names.OPERATION_CHAT if isinstance(first, ChatRequest) else names.OPERATION_TEXT_COMPLETION
+        self.id = new_response_id(self._operation)
+        self.runs = [BranchRun(services, parent, each) for each in wanted]
+        self._events: asyncio.Queue[BranchEvent] = asyncio.Queue()
+        self._first: list[BranchEvent] = []
+        self._num_running = len(self.runs)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ended = False
+        self._span = start_span(
+            names.request_span(names.FORK, parent.model_id),
+            {
+                names.GEN_AI_OPERATION_NAME: self._operation,
+                names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+                names.GEN_AI_REQUEST_MODEL: parent.model_id,
+                names.GEN_AI_REQUEST_STREAM: bool(first.stream),
+                names.GEN_AI_REQUEST_CHOICE_COUNT: len(self.runs),
+                names.GEN_AI_RESPONSE_ID: self.id,
+                names.REMORA_NAMESPACE: parent.namespace_id,
+                names.REMORA_SESSION_ID: parent.session_id,
+            },
+            parent=request.headers,
+            kind=SpanKind.SERVER,
+        )
+
+    async def open(self) -> None:
+        """Returns when a branch has said something. Raises the first branch's error when none of them runs."""
+        span_headers = inject(self._span)
+        await asyncio.gather(*(self._prepare(run, span_headers) for run in self.runs))
+        await self._compute_common([run for run in self.runs if run.error is None])
+        self._tasks = [asyncio.create_task(self._run(run)) for run in self.runs]
+        while self._num_running and not any(deltas for _, deltas in self._first):
+            self._first += await self._take()
+        if not self._num_running and all(run.error is not None for run in self.runs):
+            assert self.runs[0].error is not None
+            raise self.runs[0].error
+
+    async def next_events(self) -> list[BranchEvent]:
+        """Everything that came since the last call, in order; empty when all branches have ended."""
+        if self._first:
+            events, self._first = self._first, []
+            return events
+        return await self._take() if self._num_running else []
+
+    async def _take(self) -> list[BranchEvent]:
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        self._num_running -= sum(deltas is None for _, deltas in events)
+        return events
+
+    async def _prepare(self, run: BranchRun, span_headers: dict[str, str]) -> None:
+        try:
+            await run.prepare(self._request, self._operation, f"{self.id}-{run.index}", span_headers)
+        except RemoraError as error:
+            run.finish(error)
+
+    async def _run(self, run: BranchRun) -> None:
+        """Moves one branch's deltas into the common sequence. What ends one branch ends no other."""
+        try:
+            if run.error is None:
+                await run.start()
+                while deltas := await run.next_deltas():
+                    self._events.put_nowait((run, deltas))
+                run.finish()
+        except RemoraError as error:
+            run.finish(error)
+        except Exception as error:
+            logger.exception("branch %d of %s failed", run.index, self.id)
+            run.finish(RemoraError(str(error)))
+        self._events.put_nowait((run, None))
+
+    async def _compute_common(self, runs: Sequence[BranchRun]) -> None:
+        """Lets the parent's pool have the blocks that all prompts begin with, unless it has most of them: else each
+        branch would compute them. What cannot be had now is computed by the branches."""
+        parent, core = self._parent, self._services.core
+        card = core.known_card(parent.model_id)
+        if len(runs) < 2 or card is None or parent.edits or parent.pending or parent.context.overflow == "roll":
+            return
+        common = _common_prefix([run.prompt for run in runs])[: card.max_model_len - 1]
+        root = core.catalog.chain_root(parent.namespace_id, card.fingerprint)
+        hashes = chain_hashes(root, common, card.block_tokens)
+        if len(hashes) < MIN_MISSING_BLOCKS:
+            return
+        found = await self._services.pools.find_blocks(parent.namespace_id, card.fingerprint, hashes)
+        if len(hashes) - max(found.values(), default=0) < MIN_MISSING_BLOCKS:
+            return
+        job = GenerationJob(
+            request_id=RequestId(f"{self.id}-common"),
+            model_id=parent.model_id,
+            namespace_id=parent.namespace_id,
+            prompt_token_ids=common[: len(hashes) * card.block_tokens],
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            priority=-parent.priority,
+            owner=parent.owner,
+            trace_context=inject(self._span),
+        )
+        try:
+            await core.moves.precopy(job)
+        except RemoraError as error:
+            logger.info("branches of %s compute what they share each: %s", self.id, error)
+
+    # ---- the answer as a whole
+
+    @property
+    def is_chat(self) -> bool:
+        return self._operation == names.OPERATION_CHAT
+
+    @property
+    def model_id(self) -> ModelId:
+        return self._parent.model_id
+
+    def usage(self) -> Usage:
+        """Of all branches together."""
+        each = [run.usage() for run in self.runs]
+        return Usage(
+            sum(usage.prompt_tokens for usage in each),
+            sum(usage.completion_tokens for usage in each),
+            sum(usage.total_tokens for usage in each),
+            PromptTokensDetails(sum(usage.prompt_tokens_details.cached_tokens for usage in each)),
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Of the response: how to find the request in logs and traces."""
+        trace_id = self._span.get_span_context().trace_id
+        return {"x-remora-request-id": self.id, **({TRACE_HEADER: f"{trace_id:032x}"} if trace_id else {})}
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Stops whatever still runs. May be called twice."""
+        if self._ended:
+            return
+        self._ended = True
+        for task in self._tasks:
+            task.cancel()
+        for run in self.runs:
+            # Those that have ended by themselves are finished already.
+            run.finish(error or ClientGone())
+        usage = self.usage()
+        self._span.set_attribute(names.GEN_AI_USAGE_INPUT_TOKENS, usage.prompt_tokens)
+        self._span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, usage.completion_tokens)
+        self._span.set_attribute(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, usage.prompt_tokens_details.cached_tokens)
+        if error is not None:
+            fail(self._span, error)
+        self._span.end()
+
+
+def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Of all: in order, the first and the last differ the earliest."""
+    first, last = min(prompts), max(prompts)
+    length = next((i for i, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+    return first[:length]
