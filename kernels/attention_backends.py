@@ -45,7 +45,7 @@ def _pages(layout: BlockLayout, data: torch.Tensor, layer: int, side: int) -> to
         .view(layout.torch_dtype)
         .as_strided(
             (num_blocks, layout.block_tokens, layout.num_kv_heads, layout.head_dim),
-            (place.block_stride // size, layout.head_dim, place.head_stride // size, 1),
+            (place.block_stride // size, layout.head_dim, place.k_head_stride // size, 1),
             (place.layer_offset + side * place.side_stride) // size,
         )
     )
@@ -54,8 +54,8 @@ def _pages(layout: BlockLayout, data: torch.Tensor, layer: int, side: int) -> to
 def _check_library_shape(need: AttentionNeed, multiple_of_tokens: int) -> None:
     if need.batch_invariant:
         raise KernelError("it does not promise the same bits in any batch")
-    if need.layout.precision != "bf16":
-        raise KernelError(f"it does not take KV in {need.layout.precision}")
+    if need.layout.precisions != ("bf16", "bf16"):
+        raise KernelError(f"it does not take KV in {'/'.join(dict.fromkeys(need.layout.precisions))}")
     if need.layout.block_tokens % multiple_of_tokens:
         raise KernelError(f"its pages hold a multiple of {multiple_of_tokens} tokens, not {need.layout.block_tokens}")
 

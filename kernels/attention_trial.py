@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
 from remora.kernels.attention_base import AttentionInputs, AttentionNeed, PagedAttention
 from remora.kernels.batch import StepBatch
-from remora.kernels.layout import BlockLayout
+from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
 from remora.kernels.reference.attention import paged_attention
+from remora.kernels.reference.kv_view import KVView
 from remora.namespaces.geometry import KVGeometry
 
 _SEED = 7
@@ -28,16 +31,18 @@ def largest_difference(backend: PagedAttention, need: AttentionNeed, torch_devic
     num_columns = 3
     blocks = np.random.default_rng(_SEED).permutation(num_columns * len(spans)).astype(np.int32)
     data = np.zeros(len(blocks) * layout.block_bytes, np.uint8)
-    kv = layout.torch_view(data)
+    kv = KVView(layout, data)
     layer = layout.num_layers - 1
-    kv[:, layer] = torch.randn(kv[:, layer].shape, generator=generator).to(kv.dtype)
+    for side, slot in itertools.product((K_SIDE, V_SIDE), range(tokens)):
+        stored = torch.randn(len(blocks), layout.num_kv_heads, layout.head_dim, generator=generator)
+        kv.write(side, layer, torch.arange(len(blocks)), torch.full((len(blocks),), slot), stored)
     batch = StepBatch(
         max_tokens=sum(end - first for first, end in spans), max_sequences=len(spans), max_blocks=num_columns
     )
     for index, (first, end) in enumerate(spans):
         own = blocks[index * num_columns : (index + 1) * num_columns]
         batch.add([0] * (end - first), first_position=first, blocks=own[: -(-end // tokens)])
-    dtype = layout.torch_dtype
+    dtype = torch.float32 if "fp32" in layout.precisions else torch.bfloat16
     q = torch.randn(batch.num_tokens, need.num_heads, layout.head_dim, generator=generator).to(dtype)
 
     inputs = AttentionInputs(

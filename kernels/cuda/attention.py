@@ -15,8 +15,9 @@ from remora.kernels.batch import StepBatch
 from remora.kernels.cuda.attention_plan import CHUNK_TOKENS, AttentionPlan
 from remora.kernels.cuda.device import Device, value_type
 from remora.kernels.cuda.place import Place
-from remora.kernels.cuda.source import VALUE_TYPES, CudaSource
+from remora.kernels.cuda.source import KV_FORMATS, VALUE_TYPES, CudaSource
 from remora.kernels.layout import BlockLayout
+from remora.namespaces.geometry import row_bytes
 from remora.platform.base.errors import KernelError
 
 _THREADS = 128
@@ -100,15 +101,15 @@ def paged_attention(
     head_dim, rows = layout.head_dim, step.plan.tile_rows
     if tuple(q_TQD.shape[1:]) != (num_heads, head_dim) or value_type(out_TQD) != value_type(q_TQD):
         raise KernelError(f"queries {tuple(q_TQD.shape)} and outputs {out_TQD.dtype} do not fit head_dim {head_dim}")
-    kv = VALUE_TYPES[layout.precision]
-    source = CudaSource.of("paged_attention", HEAD_DIM=head_dim, ROWS=rows, KV_TYPE=kv, VALUE_TYPE=value)
+    k, v = (KV_FORMATS[precision] for precision in layout.precisions)
+    source = CudaSource.of("paged_attention", HEAD_DIM=head_dim, ROWS=rows, K_FORMAT=k, V_FORMAT=v, VALUE_TYPE=value)
     address = device.address
     device.launch(
         source,
         "paged_attention",
         grid=(len(step.plan.items_I8), layout.num_kv_heads, 1),
         threads=_THREADS,
-        shared_bytes=4 * rows * (head_dim + CHUNK_TOKENS + 4) + _STAGED_TOKENS * (head_dim * layout.value_bytes + 16),
+        shared_bytes=4 * rows * (head_dim + CHUNK_TOKENS + 4) + _staged_bytes(layout),
         arguments=[
             *(address(step.items_I8), address(step.row_token_E), address(step.positions_T)),
             *(address(step.block_table_SB), np.int64(step.block_table_SB.shape[1])),
@@ -129,6 +130,16 @@ def paged_attention(
             *(address(step.part_index_T), address(out_TQD), address(lse_TQ), np.int32(num_heads)),
         ],
     )
+
+
+def _staged_bytes(layout: BlockLayout) -> int:
+    """Shared memory of a tile of K or V with its scales: Staging of src/paged_attention.cu."""
+    strides = []
+    for precision in layout.precisions:
+        size = row_bytes(precision, layout.head_dim)
+        unit = 16 if size % 16 == 0 else 8
+        strides.append((size // unit | 1) * unit)
+    return _STAGED_TOKENS * (max(strides) + 4 * max(layout.num_scales))
 
 
 def merge_attention(

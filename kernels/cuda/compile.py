@@ -5,11 +5,12 @@ NVRTC is taken through cupy_backends (extra `gpu`, or `cuda-compile` where no CU
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from remora.kernels.cuda.source import VALUE_TYPES, CudaSource
+from remora.kernels.cuda.source import KV_FORMATS, VALUE_TYPES, CudaSource
 from remora.platform.base.errors import KernelError
 
 #: sm_80: A100, sm_90: H100 and H200, sm_100: B200.
@@ -17,6 +18,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 #: Head sizes that are compiled ahead and tested; the sources take any multiple of 16 up to 128.
 HEAD_DIMS = (64, 80, 96, 128)
 TILE_ROWS = (2, 4, 8, 16)
+#: Of K and V.
+_KV_PAIRS = (("Fp32Rows", "Fp32Rows"), *itertools.product(("Bf16Rows", "Int8Rows", "Int4Rows"), repeat=2))
 
 # --fmad=false: where a fused multiply-add is wanted, the sources say so (common.cuh).
 COMPILE_OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "-default-device")
@@ -75,13 +78,16 @@ def all_variants() -> Iterator[CudaSource]:
         yield CudaSource.of("rms_norm", VALUE_TYPE=value)
         for head_dim in HEAD_DIMS:
             yield CudaSource.of("merge_attention", HEAD_DIM=head_dim, VALUE_TYPE=value)
-            for kv in VALUE_TYPES.values():
-                yield CudaSource.of("store_kv", HEAD_DIM=head_dim, KV_TYPE=kv, VALUE_TYPE=value)
+            for k, v in _KV_PAIRS:
+                macros: dict[str, str | int] = {"HEAD_DIM": head_dim, "K_FORMAT": k, "V_FORMAT": v, "VALUE_TYPE": value}
+                yield CudaSource.of("store_kv", **macros)
                 for rows in TILE_ROWS:
-                    yield CudaSource.of("paged_attention", HEAD_DIM=head_dim, KV_TYPE=kv, VALUE_TYPE=value, ROWS=rows)
+                    yield CudaSource.of("paged_attention", ROWS=rows, **macros)
     for head_dim in HEAD_DIMS:
-        for kv in VALUE_TYPES.values():
-            yield CudaSource.of("k_shift", HEAD_DIM=head_dim, KV_TYPE=kv)
+        for k, v in _KV_PAIRS:
+            yield CudaSource.of("move_slots", HEAD_DIM=head_dim, K_FORMAT=k, V_FORMAT=v)
+        for source, target in itertools.product(KV_FORMATS.values(), repeat=2):
+            yield CudaSource.of("reencode_blocks", HEAD_DIM=head_dim, FROM=source, TO=target)
 
 
 def main() -> None:

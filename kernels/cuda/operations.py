@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remora.kernels.cuda.device import Device, value_type
-from remora.kernels.cuda.place import Place
-from remora.kernels.cuda.source import VALUE_TYPES, CudaSource
+from remora.kernels.cuda.place import Place, block_major, layer_bytes
+from remora.kernels.cuda.source import KV_FORMATS, VALUE_TYPES, CudaSource
 from remora.kernels.layout import BlockLayout
 from remora.platform.base.errors import KernelError
 
@@ -30,6 +30,8 @@ def store_kv(
     positions_T: Any,
     block_T: Any,
     slot_T: Any,
+    sequence_T: Any,
+    not_finite_S: Any,
     inv_freq: Any,
     rope_factor: float,
     q_norm: Any,
@@ -41,20 +43,15 @@ def store_kv(
 ) -> None:
     """Queues norm (where q_norm and k_norm are given), rope and storage of a step's K and V; fills q_TQD.
 
-    qkv [T][Q + 2 H][D]: queries, K, V. Token t goes to slot_T[t] of block_T[t], which the caller has checked.
+    qkv [T][Q + 2 H][D]: queries, K, V. Token t goes to slot_T[t] of block_T[t], which the caller has checked, rounded
+    or quantised. not_finite_S (uint8) becomes 1 at sequence_T[t] where the arena cannot hold a value of token t.
     """
+    check_rows(layout)
     num_tokens, num_heads = int(q_TQD.shape[0]), int(q_TQD.shape[1])
     shape = (num_tokens, num_heads + 2 * layout.num_kv_heads, layout.head_dim)
     if tuple(qkv.shape) != shape or value_type(q_TQD) != value_type(qkv) or (q_norm is None) != (k_norm is None):
         raise KernelError(f"qkv {tuple(qkv.shape)} {qkv.dtype} is not {shape} {q_TQD.dtype}, or one norm is missing")
-    if layout.head_dim % 2 or layout.head_dim > 256:
-        raise KernelError(f"head_dim {layout.head_dim}: store_kv serves even sizes up to 256")
-    source = CudaSource.of(
-        "store_kv",
-        HEAD_DIM=layout.head_dim,
-        KV_TYPE=VALUE_TYPES[layout.precision],
-        VALUE_TYPE=VALUE_TYPES[value_type(qkv)],
-    )
+    source = CudaSource.of("store_kv", VALUE_TYPE=VALUE_TYPES[value_type(qkv)], **row_macros(layout))
     address = device.address
     device.launch(
         source,
@@ -62,44 +59,65 @@ def store_kv(
         grid=(num_tokens, 1, 1),
         threads=128,
         arguments=[
-            *(address(qkv), address(positions_T), address(block_T), address(slot_T), address(inv_freq)),
-            *(np.float32(rope_factor), address(q_norm), address(k_norm), np.float32(eps), address(q_TQD)),
-            address(data),
+            *(address(qkv), address(positions_T), address(block_T), address(slot_T), address(sequence_T)),
+            *(address(inv_freq), np.float32(rope_factor), address(q_norm), address(k_norm), np.float32(eps)),
+            *(address(q_TQD), address(not_finite_S), address(data)),
             *place.arguments(),
+            np.int32(layout.block_tokens),
             np.int32(num_heads),
             np.int32(layout.num_kv_heads),
         ],
     )
 
 
-def shift_k(
-    device: Device,
-    *,
-    spans: NDArray[np.int32],
-    inv_freq: Any,
-    data: Any,
-    layout: BlockLayout,
-) -> None:
-    """Queues the rotation of stored K. Rows of spans: block, first slot, end slot, delta; no slot may occur twice.
+def move_slots(device: Device, *, moves: NDArray[np.int32], inv_freq: Any, data: Any, layout: BlockLayout) -> None:
+    """Queues copies of tokens to other slots, K rotated by `delta` positions and rounded or quantised once more.
 
-    Raises KernelError for a block outside the arena or a slot outside its block; then nothing is queued.
+    Rows of moves: source block, source slot, target block, target slot, tokens, delta. No target slot may be a source,
+    but of itself; a slot that stays has its K rotated in place. Raises KernelError for a block outside the arena or
+    a slot outside its block; then nothing is queued.
     """
-    layout.check_blocks(data, spans[:, 0])
-    if spans.size and (spans[:, 1].min() < 0 or (spans[:, 2] > layout.block_tokens).any()):
-        raise KernelError(f"a span of slots lies outside a block of {layout.block_tokens} tokens")
-    uploaded = device.upload(spans)
+    check_rows(layout)
+    layout.check_blocks(data, moves[:, [0, 2]])
+    slots, lengths = moves[:, [1, 3]], moves[:, 4:5]
+    if moves.size and (slots.min() < 0 or lengths.min() < 0 or (slots + lengths > layout.block_tokens).any()):
+        raise KernelError(f"a move lies outside a block of {layout.block_tokens} tokens")
+    uploaded = device.upload(moves)
+    place = block_major(layout, 0)
     device.launch(
-        CudaSource.of("k_shift", HEAD_DIM=layout.head_dim, KV_TYPE=VALUE_TYPES[layout.precision]),
-        "k_shift",
-        grid=(len(spans), layout.num_layers, layout.num_kv_heads),
-        threads=256,
+        CudaSource.of("move_slots", **row_macros(layout)),
+        "move_slots",
+        grid=(len(moves), layout.num_layers, 2 * layout.num_kv_heads),
+        threads=128,
         arguments=[
             *(device.address(uploaded), device.address(inv_freq), device.address(data)),
-            np.int64(layout.offset_bytes(block=0, layer=1, side=0)),
-            np.int64(layout.block_bytes),
-            np.int64(layout.offset_bytes(block=0, layer=0, side=0, kv_head=1)),
+            np.int64(layer_bytes(layout)),
+            *place.arguments()[1:],
+            np.int32(layout.block_tokens),
         ],
     )
+
+
+def shift_k(device: Device, *, spans: NDArray[np.int32], inv_freq: Any, data: Any, layout: BlockLayout) -> None:
+    """Queues the rotation of stored K in place. Rows of spans: block, first slot, end slot, delta; no slot may occur
+    twice, and the blocks must not be shared. Raises KernelError as move_slots does."""
+    block, first, end, delta = spans.T
+    moves = np.stack((block, first, block, first, end - first, delta), axis=1)
+    move_slots(device, moves=np.ascontiguousarray(moves), inv_freq=inv_freq, data=data, layout=layout)
+
+
+def check_rows(layout: BlockLayout) -> None:
+    """Raises KernelError for blocks whose rows the kernels do not write."""
+    if layout.head_dim % 16 or layout.head_dim > 256:
+        raise KernelError(f"head_dim {layout.head_dim}: CUDA kernels serve multiples of 16 up to 256")
+    if layout.block_tokens % 16:
+        raise KernelError(f"block_tokens {layout.block_tokens}: CUDA kernels serve multiples of 16")
+
+
+def row_macros(layout: BlockLayout) -> dict[str, str | int]:
+    """What kernels have to know of the rows that they read or write."""
+    k, v = (KV_FORMATS[precision] for precision in layout.precisions)
+    return {"HEAD_DIM": layout.head_dim, "K_FORMAT": k, "V_FORMAT": v}
 
 
 def rms_norm(device: Device, *, x_TI: Any, weight_I: Any, eps: float, out_TI: Any, residual_TI: Any = None) -> None:

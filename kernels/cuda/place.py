@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remora.kernels.layout import BlockLayout
+from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
 from remora.platform.base.errors import KernelError
 
 
@@ -17,35 +17,38 @@ class Place:
     layer_offset: int
     block_stride: int
     side_stride: int
-    head_stride: int
+    #: From one kv head's K to the next one's, and of V: they differ where the precisions do.
+    k_head_stride: int
+    v_head_stride: int
 
     def arguments(self) -> tuple[np.int64, ...]:
-        return tuple(map(np.int64, (self.layer_offset, self.block_stride, self.side_stride, self.head_stride)))
+        strides = (self.block_stride, self.side_stride, self.k_head_stride, self.v_head_stride)
+        return tuple(map(np.int64, (self.layer_offset, *strides)))
 
 
 def block_major(layout: BlockLayout, layer: int) -> Place:
     """The layout of kernels/layout.py: all layers of a block side by side. Raises KernelError for another layer."""
-    _check(layout, layer)
-    return Place(
-        layer_offset=layout.offset_bytes(block=0, layer=layer, side=0),
-        block_stride=layout.block_bytes,
-        side_stride=layout.offset_bytes(block=0, layer=0, side=1),
-        head_stride=layout.offset_bytes(block=0, layer=0, side=0, kv_head=1),
-    )
+    return _place(layout, layer, layer * layer_bytes(layout), layout.block_bytes)
 
 
 def layer_major(layout: BlockLayout, layer: int, num_blocks: int) -> Place:
     """All blocks of a layer side by side: only to measure what block-major costs."""
-    _check(layout, layer)
-    layer_bytes = layout.offset_bytes(block=0, layer=1, side=0)
-    return Place(
-        layer_offset=layer * num_blocks * layer_bytes,
-        block_stride=layer_bytes,
-        side_stride=layout.offset_bytes(block=0, layer=0, side=1),
-        head_stride=layout.offset_bytes(block=0, layer=0, side=0, kv_head=1),
-    )
+    return _place(layout, layer, layer * num_blocks * layer_bytes(layout), layer_bytes(layout))
 
 
-def _check(layout: BlockLayout, layer: int) -> None:
+def layer_bytes(layout: BlockLayout) -> int:
+    """Of K and V of one layer of a block."""
+    return layout.offset_bytes(block=0, layer=1, side=K_SIDE)
+
+
+def _place(layout: BlockLayout, layer: int, layer_offset: int, block_stride: int) -> Place:
     if not 0 <= layer < layout.num_layers:
         raise KernelError(f"layer {layer} of {layout.num_layers}")
+    side_stride = layout.offset_bytes(block=0, layer=0, side=V_SIDE)
+    return Place(
+        layer_offset=layer_offset,
+        block_stride=block_stride,
+        side_stride=side_stride,
+        k_head_stride=layout.offset_bytes(block=0, layer=0, side=K_SIDE, kv_head=1),
+        v_head_stride=layout.offset_bytes(block=0, layer=0, side=V_SIDE, kv_head=1) - side_stride,
+    )

@@ -13,8 +13,9 @@ SOURCE_DIR = Path(__file__).resolve().parent / "src"
 _KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(')
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
-#: Names of the value types in the sources.
+#: Names in the sources: of activations, and of K or V in the arena (src/kv_codec.cuh).
 VALUE_TYPES = {"fp32": "float", "bf16": "Bf16"}
+KV_FORMATS = {"fp32": "Fp32Rows", "bf16": "Bf16Rows", "int8": "Int8Rows", "int4": "Int4Rows"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,15 @@ class CudaSource:
         return read_source(self.path.name)
 
     def headers(self) -> dict[str, str]:
-        """The files that the source includes, by name: compilers need no folder of ours."""
-        return {name: read_source(name) for name in _INCLUDE.findall(self.text())}
+        """All files that the source includes, also by one another, by name: compilers need no folder of ours."""
+        found: dict[str, str] = {}
+        waiting = _INCLUDE.findall(self.text())
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found[name] = read_source(name)
+                waiting.extend(_INCLUDE.findall(found[name]))
+        return found
 
     def kernel_names(self) -> list[str]:
         return _KERNEL.findall(self.text())

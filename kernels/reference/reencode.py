@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -38,10 +40,22 @@ def reencode_blocks(source: KVMemory, target: KVMemory, sources: NDArray[np.int3
                 to_view.write(side, layer, to_blocks, slots, rows_nHBD[:, :, slot])
 
 
+def _host_address(data: NDArray[np.uint8]) -> int:
+    return data.ctypes.data
+
+
 def check_reencode(
-    source: KVMemory, target: KVMemory, sources: NDArray[np.int32], targets: NDArray[np.int32]
+    source: KVMemory,
+    target: KVMemory,
+    sources: NDArray[np.int32],
+    targets: NDArray[np.int32],
+    *,
+    address_of: Callable[[NDArray[np.uint8]], int] = _host_address,
 ) -> tuple[BlockLayout, BlockLayout]:
-    """The layouts of both sides. Raises KernelError as reencode_blocks says."""
+    """The layouts of both sides. `address_of` gives the address of a memory's first byte.
+
+    Raises KernelError as reencode_blocks says.
+    """
     from_layout, to_layout = BlockLayout(source.geometry), BlockLayout(target.geometry)
     if not source.geometry.differs_in_precision_only(target.geometry):
         raise KernelError(f"{source.geometry} and {target.geometry} differ in more than precision")
@@ -50,8 +64,8 @@ def check_reencode(
     from_layout.check_blocks(source.data, sources)
     to_layout.check_blocks(target.data, targets)
     # Targets lie apart from each other: only the last one that begins before a source ends can reach into it.
-    read = source.data.ctypes.data + sources.astype(np.int64) * from_layout.block_bytes
-    written = np.sort(target.data.ctypes.data + targets.astype(np.int64) * to_layout.block_bytes)
+    read = address_of(source.data) + sources.astype(np.int64) * from_layout.block_bytes
+    written = np.sort(address_of(target.data) + targets.astype(np.int64) * to_layout.block_bytes)
     last = np.searchsorted(written, read + from_layout.block_bytes) - 1
     if len(written) and ((last >= 0) & (written[last] + to_layout.block_bytes > read)).any():
         raise KernelError("a target block overlaps a source block: blocks are re-encoded into other blocks")

@@ -2,7 +2,7 @@
 
 Bytes are those that must move at least once; FLOP are 4 · rows · positions · head_dim a head. Ceilings: a copy of
 device memory by the driver, and a large bf16 product by cuBLAS. Block-major against layer-major decides the layout on
-GPUs (at most 3 % slower at batch 64 with 8k context).
+GPUs (at most 3 % slower at batch 64 with 8k context). Decode is measured in bf16 and over K and V of integers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from remora.kernels.cuda.attention_plan import plan_attention
 from remora.kernels.cuda.device import Device
 from remora.kernels.cuda.place import Place, block_major, layer_major
 from remora.kernels.layout import BlockLayout
-from remora.namespaces.geometry import KVGeometry, LayerGroup
+from remora.namespaces.geometry import KVGeometry, LayerGroup, Precision
 from remora.platform.base.errors import KernelError
 
+#: Precisions of K and V that decode is measured in besides bf16.
+_INTEGERS: tuple[tuple[Precision, Precision], ...] = (("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 #: Seconds that one call takes on the device.
 Timer = Callable[[Callable[[], None]], float]
 
@@ -51,7 +53,10 @@ class GpuBench:
     """An arena of random KV with shuffled blocks, and a line of figures per operation."""
 
     def __init__(self, device: Device, timer: Timer, sizes: Sizes, ceilings: Ceilings, data: Any) -> None:
-        """`data`: at least `num_arena_bytes(sizes)` of device memory with finite bf16 values."""
+        """`data`: at least `num_arena_bytes(sizes)` of device memory with finite bf16 values.
+
+        They serve every precision: scales are bf16 too, and integers are any bytes.
+        """
         self.device, self.timer, self.sizes, self.ceilings, self.data = device, timer, sizes, ceilings, data
         self.layout = layout_of(sizes)
         self.num_blocks = sizes.num_sequences * sizes.context_len // sizes.block_tokens
@@ -65,7 +70,7 @@ class GpuBench:
             text += f"  {flop / seconds / 1e12:8.2f} TFLOP/s ({flop / seconds / self.ceilings.flop_per_s:6.1%})"
         return text
 
-    def _attention(self, batch: StepBatch, places: list[Place]) -> float:
+    def _attention(self, batch: StepBatch, layout: BlockLayout, places: list[Place]) -> float:
         """Seconds for one layer; all layers are run, so that no cache holds what is read."""
         sizes = self.sizes
         group = sizes.num_heads // sizes.num_kv_heads
@@ -76,7 +81,7 @@ class GpuBench:
             block_tokens=sizes.block_tokens,
             num_processors=self.device.num_processors,
         )
-        step: DeviceStep = upload_step(self.device, batch, plan, self.layout, self.data, sizes.num_heads)
+        step: DeviceStep = upload_step(self.device, batch, plan, layout, self.data, sizes.num_heads)
         shape = (batch.num_tokens, sizes.num_heads, sizes.head_dim)
         q = self.device.upload(np.full(shape, 0x3F80, np.uint16))  # ones
         out, lse = self.device.empty(shape, np.uint16), self.device.empty(shape[:2], np.float32)
@@ -90,21 +95,21 @@ class GpuBench:
                     out_TQD=out,
                     lse_TQ=lse,
                     data=self.data,
-                    layout=self.layout,
+                    layout=layout,
                     place=place,
                     scale=sizes.head_dim**-0.5,
                 )
 
         return self.timer(all_layers) / len(places)
 
-    def _places(self, by_layer: bool) -> list[Place]:
+    def _places(self, layout: BlockLayout, by_layer: bool = False) -> list[Place]:
         layers = range(self.sizes.num_layers)
         if by_layer:
-            return [layer_major(self.layout, layer, self.num_blocks) for layer in layers]
-        return [block_major(self.layout, layer) for layer in layers]
+            return [layer_major(layout, layer, self.num_blocks) for layer in layers]
+        return [block_major(layout, layer) for layer in layers]
 
     def decode(self) -> list[str]:
-        """One row a sequence at full context, in both layouts."""
+        """One row a sequence at full context: in both layouts, and block-major over integers."""
         sizes = self.sizes
         batch = StepBatch(
             max_tokens=sizes.num_sequences, max_sequences=sizes.num_sequences, max_blocks=self.table_SB.shape[1]
@@ -112,15 +117,24 @@ class GpuBench:
         for row in range(sizes.num_sequences):
             batch.add([0], first_position=sizes.context_len - 1, blocks=self.table_SB[row])
         positions = sizes.num_sequences * sizes.context_len
-        num_bytes = positions * sizes.num_kv_heads * sizes.head_dim * 2 * 2
         flop = 4.0 * positions * sizes.num_heads * sizes.head_dim
-        by_block = self._attention(batch, self._places(False))
-        by_layer = self._attention(batch, self._places(True))
-        return [
-            self._line("decode, block-major", by_block, num_bytes=num_bytes, flop=flop),
-            self._line("decode, layer-major", by_layer, num_bytes=num_bytes, flop=flop),
+
+        def line(name: str, seconds: float, layout: BlockLayout) -> str:
+            num_bytes = positions * layout.geometry.groups[0].token_bytes() / sizes.num_layers
+            return self._line(name, seconds, num_bytes=num_bytes, flop=flop)
+
+        layout = self.layout
+        by_block = self._attention(batch, layout, self._places(layout))
+        by_layer = self._attention(batch, layout, self._places(layout, by_layer=True))
+        lines = [
+            line("decode, block-major", by_block, layout),
+            line("decode, layer-major", by_layer, layout),
             f"block-major takes {by_block / by_layer - 1:+.1%} of layer-major's time",
         ]
+        for k, v in _INTEGERS:
+            layout = layout_of(sizes, k, v)
+            lines.append(line(f"decode, {k} K, {v} V", self._attention(batch, layout, self._places(layout)), layout))
+        return lines
 
     def prefill(self) -> list[str]:
         """The last rows of one prompt."""
@@ -132,7 +146,7 @@ class GpuBench:
         return [
             self._line(
                 f"prefill, {rows} rows",
-                self._attention(batch, self._places(False)),
+                self._attention(batch, self.layout, self._places(self.layout)),
                 num_bytes=context_len * sizes.num_kv_heads * sizes.head_dim * 2 * 2,
                 flop=4.0 * seen * sizes.num_heads * sizes.head_dim,
             )
@@ -167,8 +181,14 @@ def void(_: object) -> None:
     """Drops a result."""
 
 
-def layout_of(sizes: Sizes) -> BlockLayout:
-    group = LayerGroup(num_layers=sizes.num_layers, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
+def layout_of(sizes: Sizes, k: Precision = "bf16", v: Precision = "bf16") -> BlockLayout:
+    group = LayerGroup(
+        num_layers=sizes.num_layers,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        k_precision=k,
+        v_precision=v,
+    )
     return BlockLayout(KVGeometry(groups=(group,), block_tokens=sizes.block_tokens))
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from remora.kernels.cuda.module import CupyDevice
+
+# The tests of the emulation run here too: makes what they share importable.
+sys.path.append(str(Path(__file__).parents[1] / "kernels" / "cuda"))
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,8 @@ def _emulated_tests(name: str) -> ModuleType:
 
 _attention = _emulated_tests("test_cuda_attention")
 _operations = _emulated_tests("test_cuda_operations")
-for _module in (_attention, _operations):
+_quantised = _emulated_tests("test_cuda_quantised")
+for _module in (_attention, _operations, _quantised):
     globals().update({name: value for name, value in vars(_module).items() if name.startswith("test_")})
 
 
@@ -68,10 +69,13 @@ def _decode(device: CupyDevice, world: Any, rows: list[tuple[int, int, int]], ma
     return step, q, out, launch
 
 
-def test_a_captured_decode_step_is_replayed_for_other_positions_with_the_same_bits(device: CupyDevice) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "int8/int4", "int4/int8"])
+def test_a_captured_decode_step_is_replayed_for_other_positions_with_the_same_bits(
+    device: CupyDevice, precision: str
+) -> None:
     import cupy
 
-    world = _attention.World([1100, 513, 40])
+    world = _attention.World([1100, 513, 40], precision=precision)
     rows = [(0, 1000, 1001), (1, 500, 501), (2, 30, 31)]
     step, q, out, launch = _decode(device, world, rows, 2048)
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -57,6 +57,15 @@ static inline unsigned __float_as_uint(float value) {
 }
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
+static inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+// Byte i of the result is the one of x (0 to 3) or y (4 to 7) that nibble i of the selector names.
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7u)) & 255u) << (8 * i);
+  return result;
+}
 static inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 
 namespace remora_shim {

@@ -32,20 +32,8 @@ __device__ __forceinline__ Bf16 from_float<Bf16>(float value) {
   return {static_cast<uint16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
-// Four consecutive values; the address is a multiple of four values.
+// Four consecutive values; the address is a multiple of 16 bytes.
 __device__ __forceinline__ float4 load_four(const float* values) { return *reinterpret_cast<const float4*>(values); }
-__device__ __forceinline__ float4 load_four(const Bf16* values) {
-  const uint2 bits = *reinterpret_cast<const uint2*>(values);
-  return make_float4(__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u),
-                     __uint_as_float(bits.y << 16), __uint_as_float(bits.y & 0xffff0000u));
-}
-
-// Two consecutive values; the address is a multiple of two values.
-__device__ __forceinline__ float2 load_two(const float* values) { return *reinterpret_cast<const float2*>(values); }
-__device__ __forceinline__ float2 load_two(const Bf16* values) {
-  const uint32 bits = *reinterpret_cast<const uint32*>(values);
-  return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
-}
 
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 
@@ -59,16 +47,32 @@ __device__ __forceinline__ float warp_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
   return value;
 }
+__device__ __forceinline__ uint32 warp_max(uint32 value) {
+  for (int distance = 16; distance > 0; distance /= 2)
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  return value;
+}
+
+// One type or another; the standard's headers are not there.
+template <bool CONDITION, class A, class B>
+struct Pick {
+  using Type = A;
+};
+template <class A, class B>
+struct Pick<false, A, B> {
+  using Type = B;
+};
 
 // Where K and V of one layer lie: in bytes from the start of the arena. Block-major and layer-major arenas differ in
 // these numbers only. side: 0 is K, 1 is V.
 struct Place {
   uint8* data;
-  int64 layer_offset, block_stride, side_stride, head_stride;
+  int64 layer_offset, block_stride, side_stride, k_head_stride, v_head_stride;
 
-  template <class T>
-  __device__ __forceinline__ T* head(int block, int side, int head) const {
-    return reinterpret_cast<T*>(data + layer_offset + block * block_stride + side * side_stride + head * head_stride);
+  // The first row of a head.
+  __device__ __forceinline__ uint8* head(int block, int side, int head) const {
+    const int64 head_stride = side == 0 ? k_head_stride : v_head_stride;
+    return data + layer_offset + block * block_stride + side * side_stride + head * head_stride;
   }
 };
 

@@ -1,14 +1,18 @@
-// Paged attention over the arena in place: decode, chunked prefill and groups with common leading blocks in one routine.
+// Paged attention over the arena in place: decode, chunked prefill, groups with common leading blocks in one routine.
 //
-// Macros: HEAD_DIM (multiple of 16, at most 128) · ROWS (query rows of a tile: 2, 4, 8 or 16) · KV_TYPE, VALUE_TYPE
-// (float or Bf16: of the arena; of queries and outputs).
+// Macros: HEAD_DIM (multiple of 16, at most 128) · ROWS (query rows of a tile: 2, 4, 8 or 16) · K_FORMAT, V_FORMAT (of
+// kv_codec.cuh) · VALUE_TYPE (float or Bf16: of queries and outputs).
 //
 // A query row is a (token, head of the group of one kv head); it sees positions 0 up to its token's own. Positions are
 // cut into chunks of CHUNK at absolute positions. Within a chunk: all scores, their maximum, exp2, the sum, then P·V in
 // token order. Chunks are folded in ascending order. No step depends on which rows share a tile, on which block does
 // which chunk, or on ROWS: a row has the same bits alone, in a batch, in a prompt cut anywhere and behind any split.
 // Slots that a row does not see are never multiplied, so they may hold anything, NaN too.
+//
+// Quantised rows are staged as they are and widened where they are multiplied. A rotated K meets a rotated query; a
+// rotated V gives a rotated result, which is turned back once, behind the last chunk.
 #include "common.cuh"
+#include "kv_codec.cuh"
 
 namespace {
 
@@ -17,9 +21,7 @@ constexpr int TILE = 64;    // tokens of K or V staged at once
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 constexpr int HALF_ROWS = ROWS / 2;  // one half of the threads serves the first rows, the other half the rest
-constexpr int VECTOR = 16 / static_cast<int>(sizeof(KV_TYPE));
-// 16 bytes more than a row: threads that read the same dims of consecutive tokens hit different banks.
-constexpr int TILE_STRIDE = HEAD_DIM + VECTOR;
+constexpr int MAX_SCALES = K_FORMAT::NUM_SCALES > V_FORMAT::NUM_SCALES ? K_FORMAT::NUM_SCALES : V_FORMAT::NUM_SCALES;
 constexpr int PART_FLOATS = HEAD_DIM + 2;  // a chunk's output before division, its maximum and its sum
 constexpr float LN_2 = 0.693147180559945309f;
 
@@ -54,6 +56,15 @@ __device__ __forceinline__ float natural_log_sum(Running running) {
   return running.sum == 0.0f ? negative_infinity() : (running.maximum + log2f(running.sum)) * LN_2;
 }
 
+// Rows are staged in units of 16 bytes where they have whole ones, else of 8.
+template <class Format>
+struct Staging {
+  using Unit = typename Pick<Format::ROW_BYTES % 16 == 0, uint4, uint2>::Type;
+  static constexpr int UNITS = Format::ROW_BYTES / static_cast<int>(sizeof(Unit));
+  // An odd number of units: threads that read the same dims of consecutive tokens hit different banks.
+  static constexpr int STRIDE = (UNITS | 1) * static_cast<int>(sizeof(Unit));
+};
+
 struct Shared {
   __device__ explicit Shared(uint8* memory)
       : q(reinterpret_cast<float*>(memory)),
@@ -62,55 +73,85 @@ struct Shared {
         sum(maximum + ROWS),
         visible(reinterpret_cast<int*>(sum + ROWS)),
         token(visible + ROWS),
-        tile(reinterpret_cast<KV_TYPE*>(token + ROWS)) {}
+        scales(reinterpret_cast<float*>(token + ROWS)),
+        tile(reinterpret_cast<uint8*>(scales + TILE * MAX_SCALES)) {}
 
-  float* q;        // [ROWS][HEAD_DIM]
+  float* q;        // [ROWS][HEAD_DIM]; at the end the result, where it is rotated
   float* p;        // [ROWS][CHUNK] scores, then weights
   float* maximum;  // [ROWS]
   float* sum;      // [ROWS]
   int* visible;    // [ROWS] positions that the row sees; 0 for a row that is not there
   int* token;      // [ROWS]
-  KV_TYPE* tile;   // [TILE][TILE_STRIDE]
+  float* scales;   // [TILE][NUM_SCALES]
+  uint8* tile;     // [TILE][STRIDE]
 };
 
 // Stages TILE tokens from `first` on; those from `end` on are zero. No token beyond `end` is read.
-__device__ __forceinline__ void load_tile(KV_TYPE* tile, const Place& place, const int* table, int block_shift,
+template <class Format>
+__device__ __forceinline__ void load_tile(const Shared& shared, const Place& place, const int* table, int block_shift,
                                           int side, int kv_head, int first, int end) {
-  constexpr int PER_TOKEN = HEAD_DIM / VECTOR;
-  for (int i = threadIdx.x; i < TILE * PER_TOKEN; i += THREADS) {
-    const int token = i / PER_TOKEN, part = i % PER_TOKEN, position = first + token;
-    uint4 bits = make_uint4(0, 0, 0, 0);
+  using Staged = Staging<Format>;
+  using Unit = typename Staged::Unit;
+  const int block_tokens = 1 << block_shift;
+  for (int i = threadIdx.x; i < TILE * Staged::UNITS; i += THREADS) {
+    const int token = i / Staged::UNITS, part = i % Staged::UNITS, position = first + token;
+    Unit bits = {};
     if (position < end) {
-      const int slot = position & ((1 << block_shift) - 1);
-      const KV_TYPE* head = place.head<KV_TYPE>(table[position >> block_shift], side, kv_head);
-      bits = *reinterpret_cast<const uint4*>(head + slot * HEAD_DIM + part * VECTOR);
+      const HeadRows<Format> head{place.head(table[position >> block_shift], side, kv_head), block_tokens};
+      bits = reinterpret_cast<const Unit*>(head.row(position & (block_tokens - 1)))[part];
     }
-    *reinterpret_cast<uint4*>(tile + token * TILE_STRIDE + part * VECTOR) = bits;
+    reinterpret_cast<Unit*>(shared.tile + token * Staged::STRIDE)[part] = bits;
+  }
+  if constexpr (Format::NUM_SCALES > 0) {
+    for (int i = threadIdx.x; i < TILE * Format::NUM_SCALES; i += THREADS) {
+      const int position = first + i / Format::NUM_SCALES, group = i % Format::NUM_SCALES;
+      float scale = 0.0f;
+      if (position < end) {
+        const HeadRows<Format> head{place.head(table[position >> block_shift], side, kv_head), block_tokens};
+        scale = to_float(head.scales(position & (block_tokens - 1))[group]);
+      }
+      shared.scales[i] = scale;
+    }
   }
 }
 
-// Scores of one staged token for the rows of this half; four interleaved sums over the dims.
+// Scores of one staged token for the rows of this half: four interleaved sums in each group of dims with one scale.
 __device__ __forceinline__ void score_tile(const Shared& shared, int half, int first, int chunk_start,
                                            float scale_log2) {
   const int token = threadIdx.x % TILE, position = first + token;
-  float sums[HALF_ROWS][4] = {};
-  for (int d = 0; d < HEAD_DIM; d += 4) {
-    const float4 k = load_four(shared.tile + token * TILE_STRIDE + d);
+  const uint8* k = shared.tile + token * Staging<K_FORMAT>::STRIDE;
+  float dots[HALF_ROWS] = {};
+  for (int group = 0; group < HEAD_DIM; group += K_FORMAT::GROUP) {
+    float sums[HALF_ROWS][4] = {};
+    for (int d = group; d < min(group + K_FORMAT::GROUP, HEAD_DIM); d += K_FORMAT::STEP) {
+      float keys[K_FORMAT::STEP];
+      K_FORMAT::load(k, d, keys);
+#pragma unroll
+      for (int i = 0; i < K_FORMAT::STEP; i += 4) {
+#pragma unroll
+        for (int row = 0; row < HALF_ROWS; ++row) {
+          const float4 q = load_four(shared.q + (half * HALF_ROWS + row) * HEAD_DIM + d + i);
+          sums[row][0] = fmaf(q.x, keys[i], sums[row][0]);
+          sums[row][1] = fmaf(q.y, keys[i + 1], sums[row][1]);
+          sums[row][2] = fmaf(q.z, keys[i + 2], sums[row][2]);
+          sums[row][3] = fmaf(q.w, keys[i + 3], sums[row][3]);
+        }
+      }
+    }
+    float scale = 1.0f;
+    if constexpr (K_FORMAT::NUM_SCALES > 0)
+      scale = shared.scales[token * K_FORMAT::NUM_SCALES + group / K_FORMAT::GROUP];
 #pragma unroll
     for (int row = 0; row < HALF_ROWS; ++row) {
-      const float4 q = load_four(shared.q + (half * HALF_ROWS + row) * HEAD_DIM + d);
-      sums[row][0] = fmaf(q.x, k.x, sums[row][0]);
-      sums[row][1] = fmaf(q.y, k.y, sums[row][1]);
-      sums[row][2] = fmaf(q.z, k.z, sums[row][2]);
-      sums[row][3] = fmaf(q.w, k.w, sums[row][3]);
+      const float sum = (sums[row][0] + sums[row][1]) + (sums[row][2] + sums[row][3]);
+      dots[row] = K_FORMAT::NUM_SCALES > 0 ? fmaf(sum, scale, dots[row]) : sum;
     }
   }
 #pragma unroll
   for (int row = 0; row < HALF_ROWS; ++row) {
     const int r = half * HALF_ROWS + row;
-    const float dot = (sums[row][0] + sums[row][1]) + (sums[row][2] + sums[row][3]);
     shared.p[r * CHUNK + position - chunk_start] =
-        position < shared.visible[r] ? dot * scale_log2 : negative_infinity();
+        position < shared.visible[r] ? dots[row] * scale_log2 : negative_infinity();
   }
 }
 
@@ -136,16 +177,25 @@ __device__ __forceinline__ void weigh(const Shared& shared, int count) {
   }
 }
 
+// Two dims of a staged token of V.
+__device__ __forceinline__ float2 staged_value(const Shared& shared, int token, int pair) {
+  float2 v = V_FORMAT::two(shared.tile + token * Staging<V_FORMAT>::STRIDE, 2 * pair);
+  if constexpr (V_FORMAT::NUM_SCALES > 0) {
+    const float scale = shared.scales[token * V_FORMAT::NUM_SCALES + 2 * pair / V_FORMAT::GROUP];
+    v.x *= scale, v.y *= scale;
+  }
+  return v;
+}
+
 // out[row] += Σ p · v over the staged tokens, in token order, for two dims and the rows of this half.
 __device__ __forceinline__ void value_tile(const Shared& shared, int half, int pair, int first, int chunk_start,
                                            bool all_visible, float (&out)[HALF_ROWS][2]) {
-  const KV_TYPE* values = shared.tile + 2 * pair;
   const float* weights = shared.p + half * HALF_ROWS * CHUNK + first - chunk_start;
   if (all_visible) {
     for (int token = 0; token < TILE; token += 4) {
       float2 v[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = load_two(values + (token + i) * TILE_STRIDE);
+      for (int i = 0; i < 4; ++i) v[i] = staged_value(shared, token + i, pair);
 #pragma unroll
       for (int row = 0; row < HALF_ROWS; ++row) {
         const float4 p = load_four(weights + row * CHUNK + token);
@@ -160,7 +210,7 @@ __device__ __forceinline__ void value_tile(const Shared& shared, int half, int p
     return;
   }
   for (int token = 0; token < TILE; ++token) {
-    const float2 v = load_two(values + token * TILE_STRIDE);
+    const float2 v = staged_value(shared, token, pair);
 #pragma unroll
     for (int row = 0; row < HALF_ROWS; ++row) {
       if (first + token >= shared.visible[half * HALF_ROWS + row]) continue;  // 0 · NaN is NaN
@@ -179,10 +229,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     paged_attention(const Item* items, const int* row_token, const int* positions, const int* block_table,
                     int64 table_stride, const VALUE_TYPE* q, VALUE_TYPE* out, float* lse, float* parts,
                     const int* part_index, uint8* data, int64 layer_offset, int64 block_stride, int64 side_stride,
-                    int64 head_stride, int block_shift, int num_heads, int group, float scale_log2) {
+                    int64 k_head_stride, int64 v_head_stride, int block_shift, int num_heads, int group,
+                    float scale_log2) {
   DYNAMIC_SHARED(memory);
   const Shared shared(memory);
-  const Place place{data, layer_offset, block_stride, side_stride, head_stride};
+  const Place place{data, layer_offset, block_stride, side_stride, k_head_stride, v_head_stride};
   const Item item = items[blockIdx.x];
   const int kv_head = blockIdx.y;
   const int* table = block_table + item.table_row * table_stride;
@@ -204,11 +255,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int64 head = static_cast<int64>(shared.token[r]) * num_heads + kv_head * group + (item.first_row + r) % group;
     shared.q[i] = r < item.num_rows ? to_float(q[head * HEAD_DIM + d]) : 0.0f;
   }
+  if (K_FORMAT::ROTATED) rotate_rows<BlockTeam>(shared.q, ROWS);
 
   const int half = threadIdx.x / TILE, pair = threadIdx.x % TILE;
   int half_visible = tile_visible;  // what every row of this half sees
-  for (int row = 0; row < HALF_ROWS; ++row)
-    if (half * HALF_ROWS + row < item.num_rows) half_visible = min(half_visible, shared.visible[half * HALF_ROWS + row]);
+  for (int r = half * HALF_ROWS; r < min((half + 1) * HALF_ROWS, item.num_rows); ++r)
+    half_visible = min(half_visible, shared.visible[r]);
   Running running[HALF_ROWS];
   float result[HALF_ROWS][2] = {};
   for (int row = 0; row < HALF_ROWS; ++row) running[row] = {negative_infinity(), 0.0f};
@@ -218,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int num_tiles = (end - start + TILE - 1) / TILE;
     for (int tile = 0; tile < num_tiles; ++tile) {
       __syncthreads();  // the tile and, in the first round, q, p and sums
-      load_tile(shared.tile, place, table, block_shift, 0, kv_head, start + tile * TILE, end);
+      load_tile<K_FORMAT>(shared, place, table, block_shift, 0, kv_head, start + tile * TILE, end);
       __syncthreads();
       score_tile(shared, half, start + tile * TILE, start, scale_log2);
     }
@@ -228,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int tile = 0; tile < num_tiles; ++tile) {
       const int first = start + tile * TILE;
       if (tile > 0) __syncthreads();
-      load_tile(shared.tile, place, table, block_shift, 1, kv_head, first, end);
+      load_tile<V_FORMAT>(shared, place, table, block_shift, 1, kv_head, first, end);
       __syncthreads();
       if (2 * pair < HEAD_DIM) value_tile(shared, half, pair, first, start, first + TILE <= half_visible, values);
     }
@@ -254,14 +306,28 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
   }
-  if (item.writes_parts || 2 * pair >= HEAD_DIM) return;
+  if (item.writes_parts) return;
+  if (V_FORMAT::ROTATED) __syncthreads();  // the last use of q
+#pragma unroll
+  for (int row = 0; row < HALF_ROWS; ++row) {
+    const float inverse = running[row].sum == 0.0f ? 0.0f : 1.0f / running[row].sum;
+    for (int i = 0; i < 2; ++i) {
+      result[row][i] *= inverse;
+      if (V_FORMAT::ROTATED && 2 * pair < HEAD_DIM)
+        shared.q[(half * HALF_ROWS + row) * HEAD_DIM + 2 * pair + i] = result[row][i];
+    }
+  }
+  if (V_FORMAT::ROTATED) rotate_rows<BlockTeam>(shared.q, ROWS);
+  if (2 * pair >= HEAD_DIM) return;
 #pragma unroll
   for (int row = 0; row < HALF_ROWS; ++row) {
     const int r = half * HALF_ROWS + row;
     if (r >= item.num_rows) continue;
     const int64 head = static_cast<int64>(shared.token[r]) * num_heads + kv_head * group + (item.first_row + r) % group;
-    const float inverse = running[row].sum == 0.0f ? 0.0f : 1.0f / running[row].sum;
-    for (int i = 0; i < 2; ++i) out[head * HEAD_DIM + 2 * pair + i] = from_float<VALUE_TYPE>(result[row][i] * inverse);
+    for (int i = 0; i < 2; ++i) {
+      const float value = V_FORMAT::ROTATED ? shared.q[r * HEAD_DIM + 2 * pair + i] : result[row][i];
+      out[head * HEAD_DIM + 2 * pair + i] = from_float<VALUE_TYPE>(value);
+    }
     if (pair == 0) lse[head] = natural_log_sum(running[row]);
   }
 }
@@ -282,6 +348,13 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM)
   }
   const int64 row = static_cast<int64>(token) * num_heads + head;
   const float inverse = running.sum == 0.0f ? 0.0f : 1.0f / running.sum;
-  out[row * HEAD_DIM + d] = from_float<VALUE_TYPE>(result * inverse);
+  result *= inverse;
+  if constexpr (V_FORMAT::ROTATED) {
+    __shared__ float rotated[HEAD_DIM];
+    rotated[d] = result;
+    rotate_rows<BlockTeam>(rotated, 1);
+    result = rotated[d];
+  }
+  out[row * HEAD_DIM + d] = from_float<VALUE_TYPE>(result);
   if (d == 0) lse[row] = natural_log_sum(running);
 }

@@ -1,8 +1,9 @@
-// Norms (optional) and rotates Q and K of a step's tokens, and stores K and V into their blocks.
+// Norms (optional) and rotates Q and K of a step's tokens, and stores K and V into their blocks, rounded or quantised.
 //
-// Macros: HEAD_DIM (even, at most 256), KV_TYPE (of the arena), VALUE_TYPE (of qkv and of the rotated queries). Rope is
-// the half-rotation of Hugging Face: dim d turns with dim d + HEAD_DIM / 2.
+// Macros: HEAD_DIM (multiple of 16, at most 256), K_FORMAT and V_FORMAT (of kv_codec.cuh), VALUE_TYPE (float or Bf16:
+// of qkv and of the rotated queries). Rope is the half-rotation of Hugging Face: dim d turns with dim d + HEAD_DIM / 2.
 #include "common.cuh"
+#include "kv_codec.cuh"
 
 namespace {
 
@@ -31,17 +32,22 @@ __device__ __forceinline__ void norm_head(float (&low)[PAIRS], float (&high)[PAI
 }  // namespace
 
 // Grid: (tokens), THREADS threads; a warp does a head at a time. qkv [T][num_heads + 2 * num_kv_heads][HEAD_DIM] with
-// queries first, then K, then V. Token t goes to slot slot_T[t] of block block_T[t]. q_norm, k_norm [HEAD_DIM]: both or
-// null. inv_freq [HALF]; cos and sin are multiplied by rope_factor.
+// queries first, then K, then V. Token t goes to slot slot_T[t] of block block_T[t]; not_finite[sequence_T[t]] becomes
+// 1 when its K or V has a value that the arena cannot hold. q_norm, k_norm [HEAD_DIM]: both or null. inv_freq [HALF];
+// cos and sin are multiplied by rope_factor.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    store_kv(const VALUE_TYPE* qkv, const int* positions, const int* block_T, const int* slot_T, const float* inv_freq,
-             float rope_factor, const float* q_norm, const float* k_norm, float eps, VALUE_TYPE* q_out, uint8* data,
-             int64 layer_offset, int64 block_stride, int64 side_stride, int64 head_stride, int num_heads,
+    store_kv(const VALUE_TYPE* qkv, const int* positions, const int* block_T, const int* slot_T, const int* sequence_T,
+             const float* inv_freq, float rope_factor, const float* q_norm, const float* k_norm, float eps,
+             VALUE_TYPE* q_out, uint8* not_finite, uint8* data, int64 layer_offset, int64 block_stride,
+             int64 side_stride, int64 k_head_stride, int64 v_head_stride, int block_tokens, int num_heads,
              int num_kv_heads) {
-  const Place place{data, layer_offset, block_stride, side_stride, head_stride};
+  __shared__ __align__(16) float rows[WARPS][HEAD_DIM];
+  const Place place{data, layer_offset, block_stride, side_stride, k_head_stride, v_head_stride};
   const int64 token = blockIdx.x;
   const int lane = threadIdx.x % 32, all_heads = num_heads + 2 * num_kv_heads;
   const int block = block_T[token], slot = slot_T[token];
+  float* row = rows[threadIdx.x / 32];
+  bool fits = true;
   float cosine[PAIRS], sine[PAIRS];
   for (int i = 0; i < PAIRS; ++i) {
     const int pair = lane + 32 * i;
@@ -70,11 +76,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         target[pair] = from_float<VALUE_TYPE>(a);
         target[pair + HALF] = from_float<VALUE_TYPE>(b);
       } else {
-        const int kv_head = is_value ? head - num_heads - num_kv_heads : head - num_heads;
-        KV_TYPE* target = place.head<KV_TYPE>(block, is_value, kv_head) + slot * HEAD_DIM;
-        target[pair] = from_float<KV_TYPE>(a);
-        target[pair + HALF] = from_float<KV_TYPE>(b);
+        row[pair] = a;
+        row[pair + HALF] = b;
       }
     }
+    if (is_query) continue;
+    if (is_value) {
+      uint8* start = place.head(block, 1, head - num_heads - num_kv_heads);
+      fits = encode_row<V_FORMAT>(row, {start, block_tokens}, slot) && fits;
+    } else {
+      uint8* start = place.head(block, 0, head - num_heads);
+      fits = encode_row<K_FORMAT>(row, {start, block_tokens}, slot) && fits;
+    }
   }
+  if (!fits) not_finite[sequence_T[token]] = 1;
 }

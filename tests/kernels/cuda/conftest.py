@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from remora.kernels.cuda.host.emulator import HostDevice
+
+# Makes cuda_world importable for the tests beside it.
+sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,9 @@ def test_a_library_that_refuses_is_passed_over_with_its_words(
 
 
 @pytest.mark.parametrize(
-    "wanted", [need(batch_invariant=True), need(precision="fp32")], ids=["batch invariant", "fp32"]
+    "wanted",
+    [need(batch_invariant=True), need(precision="fp32"), need(precision="int8"), need(precision="int4", head_dim=80)],
+    ids=["batch invariant", "fp32", "int8", "int4"],
 )
 def test_what_a_library_does_not_promise_is_left_to_our_kernels(
     device: HostDevice, monkeypatch: pytest.MonkeyPatch, wanted: AttentionNeed

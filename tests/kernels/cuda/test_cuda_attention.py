@@ -3,166 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from cuda_world import LAYER, World, check
 
-from remora.kernels.batch import StepBatch
-from remora.kernels.cuda.attention import merge_attention, paged_attention, upload_step
-from remora.kernels.cuda.attention_plan import AttentionPlan, plan_attention, plan_decode_graph
+from remora.kernels.cuda.attention import merge_attention
+from remora.kernels.cuda.attention_plan import plan_decode_graph
 from remora.kernels.cuda.device import Device
-from remora.kernels.cuda.place import block_major, layer_major
-from remora.kernels.layout import BlockLayout
+from remora.kernels.cuda.place import block_major
 from remora.kernels.reference import attention as reference
-from remora.namespaces.geometry import KVGeometry, LayerGroup, Precision
 from remora.platform.base.errors import KernelError
-
-_LAYER, _NUM_LAYERS = 1, 2
-Float32 = NDArray[np.float32]
-#: Of (sequence, first position, end position).
-Rows = list[tuple[int, int, int]]
-
-
-@dataclass
-class Result:
-    out_TQD: Float32
-    lse_TQ: Float32
-
-    def bits(self) -> bytes:
-        return self.out_TQD.tobytes() + self.lse_TQ.tobytes()
-
-    def rows(self, first: int, end: int) -> Result:
-        return Result(self.out_TQD[first:end], self.lse_TQ[first:end])
-
-
-class World:
-    """Sequences of random K, V and queries in an arena with shuffled blocks, full of NaN elsewhere.
-
-    Sequences after the first share the first `num_common_blocks` of it.
-    """
-
-    def __init__(
-        self,
-        lengths: list[int],
-        *,
-        precision: Precision = "bf16",
-        values: str = "fp32",
-        head_dim: int = 64,
-        num_kv_heads: int = 2,
-        group: int = 3,
-        block_tokens: int = 32,
-        num_common_blocks: int = 0,
-        query_scale: float = 2.0,
-    ) -> None:
-        layers = LayerGroup(
-            num_layers=_NUM_LAYERS,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            k_precision=precision,
-            v_precision=precision,
-        )
-        self.layout = BlockLayout(KVGeometry(groups=(layers,), block_tokens=block_tokens))
-        self.values, self.group, self.scale = values, group, head_dim**-0.5
-        rng = np.random.default_rng(11)
-        columns = [-(-length // block_tokens) for length in lengths]
-        order = rng.permutation(sum(columns) + 3).astype(np.int32)
-        self.num_blocks = len(order)
-        self.data = np.full(len(order) * self.layout.block_bytes, 0xFF, np.uint8)
-        self.kv = self.layout.torch_view(self.data)
-        self.lengths, self.blocks, self.queries = lengths, [], []
-        for index, (length, count) in enumerate(zip(lengths, columns, strict=True)):
-            blocks, order = order[:count].copy(), order[count:]
-            common = min(count, num_common_blocks) if index else 0
-            blocks[:common] = self.blocks[0][:common] if index else blocks[:common]
-            self.blocks.append(blocks)
-            shape = (length, num_kv_heads * group, head_dim)
-            queries = rng.standard_normal(shape, dtype=np.float32) * query_scale
-            if values == "bf16":
-                queries = torch.from_numpy(queries).to(torch.bfloat16).to(torch.float32).numpy()
-            self.queries.append(queries)
-            kv = torch.from_numpy(rng.standard_normal((length, 2, num_kv_heads, head_dim), dtype=np.float32))
-            position = np.arange(common * block_tokens, length)
-            block, slot = (
-                torch.from_numpy(blocks[position // block_tokens]).long(),
-                torch.from_numpy(position % block_tokens),
-            )
-            self.kv[block, _LAYER, :, :, slot] = kv[common * block_tokens :].to(self.kv.dtype)
-
-    def batch(self, rows: Rows) -> StepBatch:
-        batch = StepBatch(
-            max_tokens=sum(end - first for _, first, end in rows),
-            max_sequences=len(rows),
-            max_blocks=max(map(len, self.blocks)),
-        )
-        for index, first, end in rows:
-            used = -(-end // self.layout.block_tokens)
-            batch.add([0] * (end - first), first_position=first, blocks=self.blocks[index][:used])
-        return batch
-
-    def plan(self, rows: Rows, *, num_processors: int = 1, group_prefixes: bool = True) -> AttentionPlan:
-        return plan_attention(
-            self.batch(rows),
-            group=self.group,
-            num_kv_heads=self.layout.num_kv_heads,
-            block_tokens=self.layout.block_tokens,
-            num_processors=num_processors,
-            group_prefixes=group_prefixes,
-        )
-
-    def run(
-        self, device: Device, rows: Rows, plan: AttentionPlan | None = None, *, by_layer: bool = False
-    ) -> list[Result]:
-        """Attention of a step; one result per entry. Without a plan, tiles are whole and nothing is split."""
-        batch = self.batch(rows)
-        q = np.concatenate([self.queries[index][first:end] for index, first, end in rows])
-        q_bits = q if self.values == "fp32" else torch.from_numpy(q).to(torch.bfloat16).view(torch.uint16).numpy()
-        data, place = self.data, block_major(self.layout, _LAYER)
-        if by_layer:
-            place = layer_major(self.layout, _LAYER, self.num_blocks)
-            whole = self.data.reshape(self.num_blocks, _NUM_LAYERS, -1)
-            data = np.ascontiguousarray(whole.transpose(1, 0, 2)).reshape(-1)
-        kv = device.upload(data)
-        out, lse = device.empty(q.shape, q_bits.dtype), device.empty(q.shape[:2], np.float32)
-        step = upload_step(device, batch, plan or self.plan(rows, num_processors=0), self.layout, kv, q.shape[1])
-        paged_attention(
-            device,
-            step,
-            q_TQD=device.upload(q_bits),
-            out_TQD=out,
-            lse_TQ=lse,
-            data=kv,
-            layout=self.layout,
-            place=place,
-            scale=self.scale,
-        )
-        out_host, lse_host = device.download(out), device.download(lse)
-        if self.values == "bf16":
-            out_host = torch.from_numpy(out_host).view(torch.bfloat16).to(torch.float32).numpy()
-        starts = batch.query_start_S
-        return [Result(out_host, lse_host).rows(starts[i], starts[i + 1]) for i in range(len(rows))]
-
-    def expected(self, index: int, first: int, end: int) -> tuple[Float32, Float32]:
-        out, lse = reference.paged_attention(
-            self.kv,
-            layer=_LAYER,
-            q_TQD=torch.from_numpy(self.queries[index][first:end]),
-            blocks=torch.from_numpy(self.blocks[index]).long(),
-            context_len=end,
-            scale=self.scale,
-        )
-        return out.numpy(), lse.numpy()
-
-
-def check(world: World, rows: Rows, results: list[Result]) -> None:
-    for (index, first, end), result in zip(rows, results, strict=True):
-        out, lse = world.expected(index, first, end)
-        bound = 2e-5 if world.values == "fp32" else 2.0**-8 * np.abs(out).max()
-        assert np.abs(result.out_TQD - out).max() < bound
-        assert np.abs(result.lse_TQ - lse).max() < 2e-5
-
 
 _LENGTHS = [1, 37, 577]
 _ROWS = [(0, 0, 1), (1, 36, 37), (2, 570, 577)]
@@ -171,7 +23,7 @@ _ROWS = [(0, 0, 1), (1, 36, 37), (2, 570, 577)]
 # bf16 KV with fp32 values: the other tests.
 @pytest.mark.parametrize(("precision", "values"), [("fp32", "fp32"), ("bf16", "bf16")])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-def test_every_head_size_equals_the_reference(device: Device, precision: Precision, values: str, head_dim: int) -> None:
+def test_every_head_size_equals_the_reference(device: Device, precision: str, values: str, head_dim: int) -> None:
     world = World(_LENGTHS, precision=precision, values=values, head_dim=head_dim)
     check(world, _ROWS, world.run(device, _ROWS))
 
@@ -259,7 +111,7 @@ def test_bytes_beyond_what_a_row_sees_change_nothing(device: Device) -> None:
     assert all(np.isfinite(result.out_TQD).all() for result in before)
     world.kv[int(world.blocks[0][-1]), :, :, :, 45 % 32 :] = 3.0e38
     world.kv[int(world.blocks[1][-1]), :, :, :, 525 % 32 :] = float("inf")
-    world.kv[:, 1 - _LAYER] = float("nan")
+    world.kv[:, 1 - LAYER] = float("nan")
     assert [r.bits() for r in world.run(device, rows)] == [r.bits() for r in before]
 
 
@@ -269,7 +121,7 @@ def test_a_bad_value_marks_the_rows_that_see_it_and_no_other(device: Device, bad
     world = World([100, 600])
     rows = [(0, 90, 100), (1, 590, 600)]
     clean = world.run(device, rows)
-    world.kv[int(world.blocks[1][595 // 32]), _LAYER, side, 0, 595 % 32, 5] = bad
+    world.kv[int(world.blocks[1][595 // 32]), LAYER, side, 0, 595 % 32, 5] = bad
     dirty = world.run(device, rows)
     assert dirty[0].bits() == clean[0].bits()
     marked = ~np.isfinite(dirty[1].out_TQD[:, :3]).all(axis=-1)

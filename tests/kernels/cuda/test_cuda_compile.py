@@ -18,24 +18,35 @@ def nvrtc() -> tuple[int, int]:
         pytest.skip(f"needs NVRTC: {error}")
 
 
-#: Every source, every head size, every tile and every pair of types at least once.
-_ATTENTION = [(64, 2, "Bf16", "Bf16"), (80, 4, "float", "float"), (96, 8, "Bf16", "float"), (128, 16, "Bf16", "Bf16")]
+#: Every source, every head size, every tile, every format of K and of V and every type at least once.
+_ATTENTION = [
+    (64, 2, "Int8Rows", "Int4Rows", "Bf16"),
+    (80, 4, "Fp32Rows", "Fp32Rows", "float"),
+    (80, 8, "Int4Rows", "Int8Rows", "float"),
+    (96, 8, "Bf16Rows", "Bf16Rows", "float"),
+    (128, 16, "Bf16Rows", "Bf16Rows", "Bf16"),
+    (128, 16, "Int8Rows", "Int8Rows", "Bf16"),
+]
+_STORED = {"HEAD_DIM": 96, "K_FORMAT": "Int8Rows", "V_FORMAT": "Int4Rows"}
 _SOURCES = [
     *(CudaSource.of(name) for name in ("checksum", "copy_blocks", "zero_blocks")),
     CudaSource.of("rms_norm", VALUE_TYPE="Bf16"),
     CudaSource.of("merge_attention", HEAD_DIM=80, VALUE_TYPE="Bf16"),
-    CudaSource.of("store_kv", HEAD_DIM=96, KV_TYPE="Bf16", VALUE_TYPE="Bf16"),
-    CudaSource.of("k_shift", HEAD_DIM=128, KV_TYPE="float"),
+    CudaSource.of("store_kv", VALUE_TYPE="Bf16", **_STORED),
+    CudaSource.of("store_kv", HEAD_DIM=80, K_FORMAT="Bf16Rows", V_FORMAT="Fp32Rows", VALUE_TYPE="float"),
+    CudaSource.of("move_slots", **_STORED),
+    CudaSource.of("reencode_blocks", HEAD_DIM=80, FROM="Bf16Rows", TO="Int4Rows"),
+    CudaSource.of("reencode_blocks", HEAD_DIM=128, FROM="Int4Rows", TO="Int8Rows"),
     *(
-        CudaSource.of("paged_attention", HEAD_DIM=head_dim, ROWS=rows, KV_TYPE=kv, VALUE_TYPE=value)
-        for head_dim, rows, kv, value in _ATTENTION
+        CudaSource.of("paged_attention", HEAD_DIM=head_dim, ROWS=rows, K_FORMAT=k, V_FORMAT=v, VALUE_TYPE=value)
+        for head_dim, rows, k, v, value in _ATTENTION
     ),
 ]
 
 
 def _is_quick(source: CudaSource) -> bool:
     """The attention in one variant for each architecture and in all of them for one: compiling it takes a second."""
-    return source.name != "paged_attention" or ("HEAD_DIM", "128") in source.macros
+    return source.name != "paged_attention" or ("ROWS", "2") in source.macros
 
 
 @pytest.mark.parametrize(
@@ -69,7 +80,7 @@ def test_an_architecture_that_the_toolkit_does_not_know_is_refused_by_name() -> 
 
 def test_the_compilers_words_are_in_the_error() -> None:
     with pytest.raises(KernelError, match="HEAD_DIM"):
-        cuda_compile.compile_cubin(CudaSource.of("k_shift", KV_TYPE="float"), "sm_90")
+        cuda_compile.compile_cubin(CudaSource.of("move_slots", K_FORMAT="Int8Rows", V_FORMAT="Int8Rows"), "sm_90")
 
 
 def test_a_source_that_is_not_there_is_refused_by_name() -> None:

@@ -86,6 +86,8 @@ def test_store_norms_rotates_and_writes_its_slots_and_no_other_byte(
         positions_T=device.upload(positions),
         block_T=device.upload(block),
         slot_T=device.upload(slot),
+        sequence_T=device.upload(ints(0, 1, 2, 3, 3, 3, 3, 4, 4)),
+        not_finite_S=(not_finite := device.upload(np.zeros(5, np.uint8))),
         inv_freq=device.upload(inv_freq.numpy()),
         rope_factor=1.2,
         q_norm=device.upload(norms[0].numpy()) if with_norm else None,
@@ -105,6 +107,7 @@ def test_store_norms_rotates_and_writes_its_slots_and_no_other_byte(
     assert torch.equal(kept[:, V_SIDE].nan_to_num(7.0), v.to(stored.dtype).nan_to_num(7.0))
     q_tolerance = 1e-5 if values == "fp32" else 2.0**-7
     assert torch.allclose(from_device(device, q_out, qkv).float(), q.float(), rtol=q_tolerance, atol=4e-5)
+    assert device.download(not_finite).tolist() == [0, 1, 1, 0, 0]
     stored[rows] = before[rows]
     assert (stored_bytes == data).all()
 
