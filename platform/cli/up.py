@@ -19,7 +19,7 @@ from remora.platform.base.span_file import prune_span_files, traces_dir
 from remora.platform.cli.instance import InstanceStore, clear_all, clear_remains, state_dir_of
 from remora.platform.cli.local_platform import LocalPlatform
 from remora.platform.cli.progress import Progress
-from remora.platform.cli.start_checks import check_memory, check_sizes, choose_port, plan_models
+from remora.platform.cli.start_checks import check_database, check_memory, check_sizes, choose_port, plan_models
 from remora.platform.cli.supervisor import STOP_SIGNALS, run_supervised
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
@@ -75,6 +75,7 @@ def up(config_file: Path | None, port: int | None, name: str | None) -> None:
     store = InstanceStore(state_dir, config.cluster.name)
     with store.locked():
         config = _with(config, "http", port=choose_port(config.http, port))
+        check_database(config)
         clear_remains(store, state_dir, progress.say)
         plans = plan_models(config, progress.say)
         check_sizes(config, plans)

@@ -28,7 +28,7 @@ from remora.namespaces.session_commands import (
 from remora.namespaces.session_log import pack_tokens, unpack_tokens
 from remora.platform.base.errors import Conflict, NotFound, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, SessionId
-from remora.platform.base.state_store import Change, SqlStateStore, default_database_url
+from remora.platform.base.state_store import Change, SqlStateStore
 
 S = SessionId("s")
 M = ModelId("m")
@@ -60,12 +60,12 @@ class FailingStore:
 
 
 @pytest.fixture
-async def make(tmp_path: Path) -> AsyncIterator[Make]:
+async def make(database_url: str) -> AsyncIterator[Make]:
     made: list[SessionRegistry] = []
 
     def make_one(cluster_id: str = "c", stores: list[FailingStore] | None = None, **more: Any) -> SessionRegistry:
         def open_store() -> FailingStore:
-            store = FailingStore(SqlStateStore(default_database_url(tmp_path, "test")))
+            store = FailingStore(SqlStateStore(database_url))
             if stores is not None:
                 stores.append(store)
             return store
@@ -238,11 +238,27 @@ async def test_pools_are_told_which_sessions_are_gone_whatever_took_them(make: M
     assert gone == ["deleted", "expired", "kept"]
 
 
-async def test_a_store_that_cannot_be_opened_is_an_answer_and_is_tried_again(make: Make, tmp_path: Path) -> None:
-    blocked = tmp_path / "state-test.sqlite"
-    blocked.mkdir()
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_store_that_cannot_be_opened_is_an_answer_and_is_tried_again(make: Make, database_url: str) -> None:
+    blocked = Path(database_url.removeprefix("sqlite:///"))
+    blocked.mkdir(parents=True)
     registry = make()
     with pytest.raises(Unavailable):
         await create(registry)
     blocked.rmdir()
     await create(registry)
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+async def test_a_turn_is_kept_or_refused_while_the_database_server_is_away(make: Make, postgres_server: Any) -> None:
+    registry = make()
+    await create(registry)
+    await commit(registry, await begin(registry, "t1"), "t1", [1])
+    started = await begin(registry, "t2")
+    postgres_server.kill()
+    with pytest.raises(Unavailable):
+        await commit(registry, started, "t2", [2])
+    postgres_server.start()
+    assert await tokens_of(registry) == [1]
+    await commit(registry, started, "t2", [2])
+    assert await tokens_of(make()) == [1, 2]

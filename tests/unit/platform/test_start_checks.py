@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import pytest
 
@@ -10,7 +11,14 @@ from remora.kernels.base import DecoderShape
 from remora.platform.base.config import HttpConfig, RemoraConfig, parse_config
 from remora.platform.base.errors import ConfigError
 from remora.platform.cli import start_checks
-from remora.platform.cli.start_checks import ModelPlan, check_memory, check_sizes, choose_port, weights_bytes
+from remora.platform.cli.start_checks import (
+    ModelPlan,
+    check_database,
+    check_memory,
+    check_sizes,
+    choose_port,
+    weights_bytes,
+)
 
 MiB = 1024 * 1024
 
@@ -75,3 +83,12 @@ def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(ConfigError, match=rf"http\.port: {port} on 127\.0\.0\.1 cannot be used"):
             choose_port(HttpConfig(port=port), None)
         assert choose_port(HttpConfig(port=port), 0) not in (0, port)
+
+
+def test_a_database_without_a_driver_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    config = parse_config(
+        {"cluster": {"database_url": "postgresql://a:secret@db/r"}, "models": [{"name": "a", "source": "x"}]}
+    )
+    with pytest.raises(ConfigError, match=r"cluster\.database_url: postgresql\+psycopg://a:\*\*\*@db/r needs"):
+        check_database(config)

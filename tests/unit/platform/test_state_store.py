@@ -1,4 +1,4 @@
-"""Records and values in SQLite."""
+"""Records and values, in SQLite and in PostgreSQL."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from remora.platform.base.state_store import (
     PutValue,
     RemoveStream,
     SqlStateStore,
+    check_database_url,
     default_database_url,
 )
 
@@ -26,12 +28,12 @@ def open_store(folder: Path) -> SqlStateStore:
     return SqlStateStore(default_database_url(folder, "test"))
 
 
-def test_records_come_back_in_order_and_streams_go_as_a_whole(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "new")
+def test_records_come_back_in_order_and_streams_go_as_a_whole(database_url: str) -> None:
+    store = SqlStateStore(database_url)
     store.write([AppendRecord("a", no, bytes([no])) for no in (1, 2, 10)] + [AppendRecord("b", 1, b"b")])
     store.write([PutValue("v", b"1"), PutValue("v", b"2")])
     store.close()
-    store = open_store(tmp_path / "new")
+    store = SqlStateStore(database_url)
     assert list(store.records()) == [("a", b"\x01"), ("a", b"\x02"), ("a", b"\x0a"), ("b", b"b")]
     assert store.value("v") == b"2"
     assert store.value("other") is None
@@ -40,8 +42,8 @@ def test_records_come_back_in_order_and_streams_go_as_a_whole(tmp_path: Path) ->
     store.close()
 
 
-def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_batch_is_written_whole_or_not_at_all(database_url: str) -> None:
+    store = SqlStateStore(database_url)
     store.write([AppendRecord("a", 1, b"x")])
     with pytest.raises(Unavailable):
         store.write([AppendRecord("b", 1, b"y"), AppendRecord("a", 1, b"second writer")])
@@ -49,12 +51,10 @@ def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_was_written_outlives_a_kill(tmp_path: Path) -> None:
+def test_what_was_written_outlives_a_kill(database_url: str) -> None:
     program = f"""
-        import sys, time
-        from pathlib import Path
-        from remora.platform.base.state_store import AppendRecord, SqlStateStore, default_database_url
-        store = SqlStateStore(default_database_url(Path({str(tmp_path)!r}), "test"))
+        from remora.platform.base.state_store import AppendRecord, SqlStateStore
+        store = SqlStateStore({database_url!r})
         for no in range(1, 1000000):
             store.write([AppendRecord("a", no, b"x" * 100)])
             print(no, flush=True)
@@ -68,9 +68,28 @@ def test_what_was_written_outlives_a_kill(tmp_path: Path) -> None:
     rest = child.stdout.read().split("\n")
     child.wait()
     last = max([last, *(int(each) for each in rest[:-1])])
-    store = open_store(tmp_path)
+    store = SqlStateStore(database_url)
     assert len(list(store.records())) in (last, last + 1)
     store.close()
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_server_that_was_away_is_found_again_with_all_it_had(database_url: str, postgres_server: Any) -> None:
+    store = SqlStateStore(database_url)
+    store.write([AppendRecord("a", 1, b"x")])
+    postgres_server.kill()
+    with pytest.raises(Unavailable, match=r"postgresql\+psycopg://remora@127.0.0.1"):
+        store.write([AppendRecord("a", 2, b"y")])
+    postgres_server.start()
+    store.write([AppendRecord("a", 2, b"z")])
+    assert list(store.records()) == [("a", b"x"), ("a", b"z")]
+    store.close()
+
+
+def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(ConfigError, match="needs the Python package psycopg, which the extra `postgres` brings"):
+        check_database_url("postgresql://remora:secret@db/remora")
 
 
 def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
