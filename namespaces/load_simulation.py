@@ -70,6 +70,8 @@ class Sample(msgspec.Struct, frozen=True):
 
     time_s: float
     shares: dict[str, float]
+    #: Groups whose next waiting request would stay within the guarantee.
+    owed: frozenset[str] = frozenset()
 
 
 class _Run(msgspec.Struct, eq=False):
@@ -83,6 +85,11 @@ class _Run(msgspec.Struct, eq=False):
     num_blocks: int = 0
     is_running: bool = False
     has_started: bool = False
+
+    @property
+    def needed_blocks(self) -> int:
+        """What it asks for: what it has computed so far and a block to go on."""
+        return self.prompt_blocks + self.done_blocks + 1
 
 
 class LoadSimulation:
@@ -143,13 +150,27 @@ class LoadSimulation:
             self.now_s = next_sample_s
             self._apply(Tick(lease_id=LeaseId("")))
             self._hear()
-            self.samples.append(Sample(self.now_s, self.shares()))
+            self.samples.append(Sample(self.now_s, self.shares(), self._owed()))
             next_sample_s += sample_every_s
 
     def shares(self) -> dict[str, float]:
         """Share of the arena that each group's running sequences use now."""
         used = self.state.used_bytes()
         return {group.name: used[NamespaceId(group.name)] / self._arena_bytes for group in self.groups}
+
+    def _owed(self) -> frozenset[str]:
+        used = self.state.used_bytes()
+        found = set()
+        heads: set[int] = set()
+        for run in self._runs.values():  # in the order in which they asked
+            if run.is_running or run.group in heads:
+                continue
+            heads.add(run.group)
+            group = self.groups[run.group]
+            needed = run.needed_blocks * _geometry(group.num_layers).block_bytes
+            if used[NamespaceId(group.name)] + needed <= int(group.guaranteed * self._arena_bytes):
+                found.add(group.name)
+        return frozenset(found)
 
     def mean_shares(self, start_s: float, end_s: float) -> dict[str, float]:
         """Means over the samples of a span of time."""
@@ -170,11 +191,10 @@ class LoadSimulation:
         self._ask(run)
 
     def _ask(self, run: _Run) -> None:
-        needed = run.prompt_blocks + run.done_blocks
         self._runs[run.name] = run
         answer = self._call(
             run.group, Admit, sequence_id=run.name, namespace_id=NamespaceId(self.groups[run.group].name), hashes=(),
-            num_tokens=needed * _BLOCK_TOKENS, num_blocks=needed + 1,
+            num_tokens=(run.needed_blocks - 1) * _BLOCK_TOKENS, num_blocks=run.needed_blocks,
             max_blocks=run.prompt_blocks + run.output_blocks + 1,
             deadline_s=None if run.has_started else self.now_s + self._timeout_s,
         )  # fmt: skip
@@ -275,9 +295,12 @@ class LoadSimulation:
         heapq.heappush(self._agenda, (time_s, next(self._numbers), action, argument))
 
 
-def first_time(samples: Sequence[Sample], name: str, share: float, *, after_s: float) -> float | None:
-    """Seconds from `after_s` to the first sample in which a group uses at least so much; None: it never does."""
-    reached: Iterator[float] = (s.time_s - after_s for s in samples if s.time_s >= after_s and s.shares[name] >= share)
+def served_after_s(samples: Sequence[Sample], name: str, after_s: float) -> float | None:
+    """Seconds from `after_s` until a group runs and no request of it that fits its guarantee waits; None: it never is
+    so. What then waits is larger than the rest of the guarantee, and borrows."""
+    reached: Iterator[float] = (
+        s.time_s - after_s for s in samples if s.time_s >= after_s and s.shares[name] and name not in s.owed
+    )
     return next(reached, None)
 
 

@@ -2,19 +2,24 @@
 
 Candidates are the sequences of those who use more than they are guaranteed, and those of the asker's own namespace: a
 sequence of a namespace within its guarantee never goes for somebody else, whatever its namespace has cached. Lowest
-priority first, then borrowers before the guaranteed, then the asker's geometry (whose blocks help at once), then the
-most recently admitted.
+priority first, then borrowers before the guaranteed, then the asker's geometry (whose blocks help at once), then those
+of the namespace that would still use most above its guarantee, for its weight; inside a namespace the most recently
+admitted. So running sequences converge to the same shares as admissions (namespaces/waiting.py), and who uses more than
+its share with a single large sequence is not sent away again and again for those who have many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from remora.namespaces.blocks import Block
 from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.placement import Shortage
 from remora.namespaces.quotas import Namespace
 from remora.namespaces.sequences import Sequence
+
+#: Priority, whether it is within a guarantee, whether it is of another geometry; least first.
+Rank = tuple[int, bool, bool]
 
 
 def choose_victims(
@@ -35,10 +40,12 @@ def choose_victims(
     if asker is not None and asker.preempted:
         return [asker]
     estimate = _Estimate(namespace, space, shortage.account)
+    turns = _Turns()
     candidates: list[Sequence] = []
     for sequence in running:
         if sequence.preempted:
             estimate.add(sequence)
+            turns.leave(sequence)
         elif sequence.namespace is namespace:
             if asker is not None:
                 candidates.append(sequence)
@@ -48,13 +55,12 @@ def choose_victims(
     if estimate.num_freed >= needed:
         return []
 
-    def rank(sequence: Sequence) -> tuple[int, bool, bool, int]:
-        owner = sequence.namespace
-        borrows = owner is not namespace or entitled is None
-        return (sequence.admit.priority, not borrows, sequence.space is not space, -sequence.admitted_no)
+    def rank(sequence: Sequence) -> Rank:
+        borrows = sequence.namespace is not namespace or entitled is None
+        return (sequence.admit.priority, not borrows, sequence.space is not space)
 
     chosen: list[Sequence] = []
-    for sequence in sorted(candidates, key=rank):
+    for sequence in turns.order(candidates, rank):
         if sequence is asker:
             return [asker]
         estimate.add(sequence)
@@ -104,6 +110,53 @@ def _may_go(owner: Namespace, namespace: Namespace, shortage: Shortage, entitled
     if shortage.account is not None and not shortage.account.contains(owner):
         return False
     return owner.may_be_preempted_for(namespace) and (entitled is None or not entitled.contains(owner))
+
+
+class _Turns:
+    """Which namespace loses a sequence next, as one after the other goes."""
+
+    def __init__(self) -> None:
+        self._dropped: dict[Block, int] = {}
+        #: Bytes that those who went used alone: of a namespace, and of it and all below it.
+        self._gone: dict[Namespace, int] = {}
+        self._gone_below: dict[Namespace, int] = {}
+
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence goes."""
+        for block in sequence.references():
+            dropped = self._dropped[block] = self._dropped.get(block, 0) + 1
+            if dropped == block.refs:
+                owner, size = block.holding.namespace, block.holding.space.block_bytes
+                self._gone[owner] = self._gone.get(owner, 0) + size
+                for account in owner.lineage():
+                    self._gone_below[account] = self._gone_below.get(account, 0) + size
+
+    def order(self, candidates: Iterable[Sequence], rank: Callable[[Sequence], Rank]) -> Iterator[Sequence]:
+        """By rank; those of one rank by turns of their namespaces."""
+        lines: dict[Namespace, list[Sequence]] = {}
+        for sequence in sorted(candidates, key=lambda each: (rank(each), -each.admitted_no), reverse=True):
+            lines.setdefault(sequence.namespace, []).append(sequence)
+        while lines:
+            owner = min(lines, key=lambda each: self._place(lines[each][-1], rank))
+            sequence = lines[owner].pop()
+            if not lines[owner]:
+                del lines[owner]
+            yield sequence
+            self.leave(sequence)
+
+    def _place(self, sequence: Sequence, rank: Callable[[Sequence], Rank]) -> tuple[Rank, tuple[float, ...], int]:
+        owner = sequence.namespace
+        size = sum(self._goes_with(block, owner) for block in sequence.references()) * sequence.space.block_bytes
+        left = [
+            (size + self._gone_below.get(a, 0) + a.guaranteed_bytes - a.tree_used_bytes) / a.quota.weight
+            for a in owner.path()
+        ]
+        if owner.children:  # as in Namespace.standing
+            left.append(float(size + self._gone.get(owner, 0) - owner.used_bytes))
+        return rank(sequence), tuple(left), -sequence.admitted_no
+
+    def _goes_with(self, block: Block, owner: Namespace) -> bool:
+        return block.holding.namespace is owner and block.refs == self._dropped.get(block, 0) + 1
 
 
 class _Estimate:

@@ -90,6 +90,46 @@ def test_a_borrower_goes_for_a_guarantee_but_never_the_other_way_round() -> None
     assert preempted(replica) == ["b1"]
 
 
+def test_who_borrows_most_for_its_weight_gives_first() -> None:
+    driver = Driver(num_extents=2)
+    driver.namespace("a", weight=3.0)
+    driver.namespace("b")
+    replica = driver.lease()
+    replica.run("b1", "b", prompt(7))
+    replica.run("b2", "b", prompt(7, start=1))
+    replica.run("a1", "a", prompt(9, start=2))
+    replica.run("a2", "a", prompt(9, start=3))
+    assert replica.extend("a1").preempted == ()
+    assert preempted(replica) == ["b2"], "a2 came last, but a uses less for its weight"
+
+
+def test_a_single_large_sequence_is_not_sent_away_for_those_who_have_many() -> None:
+    driver = Driver(num_extents=2)
+    driver.namespace("a")
+    driver.namespace("b")
+    replica = driver.lease()
+    for number in range(3):
+        replica.run(f"a{number}", "a", prompt(4, start=number))
+    replica.run("large", "b", prompt(20, start=9))
+    assert replica.extend("a0").preempted == ()
+    assert preempted(replica) == ["a2"], "b uses more, but would use nothing without it"
+
+
+def test_what_is_leaving_already_counts_as_gone_when_turns_are_taken() -> None:
+    driver = Driver(num_extents=2)
+    driver.namespace("a")
+    driver.namespace("b")
+    replica = driver.lease()
+    for number, (name, size) in enumerate((("a", 6), ("a", 5), ("b", 8), ("b", 7), ("b", 6))):
+        replica.run(f"{name}{number}", name, prompt(size, start=number))
+    replica.extend("a0", num_blocks=6)
+    assert preempted(replica) == ["b4"], "b had 21 blocks, a 11"
+    replica.extend("a0", num_blocks=12)
+    assert preempted(replica) == ["b3"], "without b4 it has 15"
+    assert replica.extend("a0", num_blocks=16).refused == ("a0",)
+    assert preempted(replica) == ["a1"], "then 8"
+
+
 def test_at_its_limit_a_namespace_preempts_only_its_own() -> None:
     driver = Driver(num_extents=2)
     driver.namespace("a", limit=8 * BLOCK_BYTES)
