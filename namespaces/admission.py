@@ -235,7 +235,7 @@ class Admission:
 
     def pump(self, now_s: float) -> None:
         """Grants parked admissions in fair order. Called whenever memory may have been freed; afterwards something is
-        referenced or nobody waits."""
+        referenced, a refused extension comes first, or nobody waits."""
         self.parts.trim_to_limits()
         self.expire(now_s)
         room = self.parts.room

@@ -186,7 +186,7 @@ class PoolState:
         """Raises IntegrityError with the invariant that does not hold. Looks at everything, so only when idle."""
         parts = self._parts
         parts.check_integrity()
-        if len(parts.room) and not parts.ledger.num_referenced and not parts.relocations.moves:
+        if len(parts.room) and not (parts.ledger.num_referenced or parts.relocations.moves or parts.running.has_claim):
             raise IntegrityError("admissions wait although nothing is referenced")
 
     def snapshot(self) -> bytes:

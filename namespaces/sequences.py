@@ -210,6 +210,11 @@ class RunningTable:
         if claim:
             self._claims[claim] += 1
 
+    @property
+    def has_claim(self) -> bool:
+        """Whether a refused extension is to be tried again before everybody is admitted."""
+        return any(self._claims.values())
+
     def holds_back(self, *, entitled: bool) -> bool:
         """Whether an admission must wait for a refused extension: one by a namespace within its guarantee (`entitled`)
         waits only for such extensions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from remora.namespaces.commands import (
     AddFormat,
@@ -31,6 +31,7 @@ from remora.namespaces.commands import (
 from remora.namespaces.effects import Effect
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root, kv_fingerprint, sharing_domain
+from remora.namespaces.journal import encode_record, read_journal
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.ids import (
@@ -72,11 +73,19 @@ class Driver:
         self.now_s = 0.0
         self.effects: list[Effect] = []
         self.tenants: dict[str, tuple[str, str]] = {}
+        self._snapshot: bytes | None = None
+        self._frames: list[bytes] = []
+        #: How the pool dies at the next command, if a journal is kept: after it was journalled, or while.
+        self.dies_next: Literal["", "whole", "torn"] = ""
 
     def apply(self, command: Any) -> AnyAnswer:
         """Applies, keeps the effects, and checks every invariant."""
+        if self._snapshot is not None:
+            self._frames.append(encode_record(len(self._frames) + 1, command, self.now_s))
         answer = self.state.apply(command, self.now_s)
         self.effects.extend(self.state.take_effects())
+        if self._snapshot is not None and self.dies_next:
+            self._die(command, answer)
         if self.is_checked:
             self.state.check_integrity()
         return answer
@@ -124,6 +133,28 @@ class Driver:
     def tick(self, seconds: float = 0.0) -> None:
         self.now_s += seconds
         self.apply(Tick(lease_id=LeaseId("")))
+
+    def keep_journal(self) -> None:
+        """From now on the pool can die at any command; see `dies_next`."""
+        self._snapshot, self._frames = self.state.snapshot(), []
+
+    def _die(self, command: Any, answer: AnyAnswer) -> None:
+        """Comes back from snapshot and journal; a command whose record is torn was not answered, and is sent again."""
+        expected = self.state.snapshot()
+        assert self._snapshot is not None
+        journal = b"".join(self._frames)
+        if self.dies_next == "torn":
+            journal = journal[: -len(self._frames[-1]) // 2]
+        self.state = PoolState.restore(self._snapshot)
+        for record in read_journal(journal).records:
+            self.state.apply(record.command, record.now_s)
+            self.state.take_effects()
+        if self.dies_next == "torn":
+            assert self.state.apply(command, self.now_s) == answer
+            self.state.take_effects()
+        assert self.state.snapshot() == expected
+        self.dies_next = ""
+        self.keep_journal()
 
     def restart(self) -> None:
         """The pool's process dies and comes back from a snapshot."""

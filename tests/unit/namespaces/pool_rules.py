@@ -23,7 +23,7 @@ from remora.namespaces.commands import (
 )
 from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
 
-CRASH = st.sampled_from(["", "", "", "", "whole", "torn"])
+CRASH = st.sampled_from(["", "", "", "", "", "", "whole", "torn"])
 PICK = st.integers(0, 1000)
 
 
@@ -33,6 +33,7 @@ class PoolRules(PoolWorld):
     def repeat_a_call(self, pick: int, back: int) -> None:
         client = self.clients[pick % len(self.clients)]
         command, answer = client.calls[-min(back, len(client.calls))]
+        self.counts["repeated"] += 1
         before = self.state.snapshot()
         assert self.apply(command) == answer
         assert self.state.snapshot() == before
@@ -41,6 +42,7 @@ class PoolRules(PoolWorld):
     @precondition(lambda self: self.clients)
     def skip_ahead(self, pick: int, ahead: int) -> None:
         client = self.clients[pick % len(self.clients)]
+        self.counts["overtaking"] += 1
         before = self.state.snapshot()
         names = tuple(client.running)
         answer = self.apply(Release(lease_id=client.lease_id, call_no=client.call_no + ahead, sequence_ids=names))
@@ -52,6 +54,7 @@ class PoolRules(PoolWorld):
     @precondition(lambda self: any(c.finished for c in self.clients))
     def call_late(self, pick: int) -> None:
         """Calls about finished sequences change no block."""
+        self.counts["late"] += 1
         able = [c for c in self.clients if c.finished]
         client = able[pick % len(able)]
         name = client.finished[pick % len(client.finished)]

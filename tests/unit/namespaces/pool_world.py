@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from hypothesis.stateful import RuleBasedStateMachine
+from counted_machine import CountedMachine
 from pool_driver import BLOCK_BYTES, BLOCK_TOKENS, small_geometry
 
 from remora.namespaces.commands import (
@@ -110,7 +110,7 @@ class Client:
     relocated_no: int = 0
 
 
-class PoolWorld(RuleBasedStateMachine):
+class PoolWorld(CountedMachine):
     """What the rules do it with. `begin` comes first."""
 
     def begin(self, eviction: str) -> None:
@@ -141,6 +141,8 @@ class PoolWorld(RuleBasedStateMachine):
 
     def apply(self, command: AnyCommand, crash: str = "") -> AnyAnswer:
         """Journals and applies; on a crash the pool comes back before or after the command, without having answered."""
+        self.counts[type(command).__name__] += 1
+        self.counts["crash"] += bool(crash)
         frame = encode_record(self.record_no, command, self.now_s)
         self.journal += frame
         self.record_no += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pool_driver import BLOCK_BYTES, Driver, Replica, prompt, small_geometry
 
 from remora.namespaces.commands import Admitted, Granted, Preempt, Wait
+from remora.namespaces.sequence_commands import Edited, SequenceRemove, Settle
 
 
 def preempted(replica: Replica) -> list[str]:
@@ -52,6 +53,21 @@ def test_case_21_the_most_recently_admitted_goes_and_the_survivor_is_served_firs
     (event,) = replica.events()
     assert isinstance(event, Granted)
     assert event.admitted.sequence_id == "s3"
+
+
+def test_a_refused_extension_of_an_empty_sequence_comes_first_although_nothing_is_referenced() -> None:
+    _, replica = setup()
+    replica.run("s1", "a", prompt(2))
+    assert isinstance(replica.call(SequenceRemove, sequence_id="s1", start=0, end=-1, num_tokens=8), Edited)
+    replica.call(Settle, sequence_ids=("s1",))
+    replica.run("s2", "a", prompt(16, start=1))
+    assert replica.extend("s1").refused == ("s1",)
+    assert isinstance(replica.admit("s3", "a", prompt(16, start=2)), Wait)
+    replica.release("s2")
+    assert [type(event) for event in replica.events()] == [Preempt]
+    assert len(replica.extend("s1").grants) == 1
+    replica.release("s1")
+    assert [type(event) for event in replica.events()] == [Granted]
 
 
 def test_a_sequence_that_is_last_in_rank_is_its_own_victim() -> None:

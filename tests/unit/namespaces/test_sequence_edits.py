@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pool_driver import BLOCK_BYTES, BLOCK_TOKENS, Driver, Replica, prompt
+from edit_world import World
+from pool_driver import BLOCK_BYTES, BLOCK_TOKENS, prompt
 
 from remora.namespaces.commands import Refused
 from remora.namespaces.effects import ZeroBlocks
@@ -28,77 +24,6 @@ from remora.namespaces.sequence_commands import (
     Settle,
     Settled,
 )
-
-
-@dataclass
-class Told:
-    """What a sequence must hold: (position, token) in order, and where its writer believes it to lie."""
-
-    cells: list[tuple[int, int]]
-    table: list[int]
-
-
-@dataclass
-class World:
-    """One replica that computes prompts, moves bytes as it is told, and remembers what must be where."""
-
-    num_blocks: int = 24
-    driver: Driver = field(init=False)
-    replica: Replica = field(init=False)
-    #: (block, slot) → (token, the position that K was rotated to).
-    slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    told: dict[str, Told] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.driver = Driver(num_extents=1, extent_bytes=self.num_blocks * BLOCK_BYTES)
-        self.driver.namespace("ns")
-        self.replica = self.driver.lease()
-
-    def begin(self, name: str, tokens: list[int], *, publish: bool = True) -> Told:
-        """Admits and computes a prompt; what is cached is there already."""
-        admitted = self.replica.admit(name, "ns", tokens)
-        told = self.told[name] = Told([], list(admitted.blocks))
-        told.cells = list(enumerate(tokens))
-        for slot in range(admitted.num_cached_blocks * BLOCK_TOKENS, len(tokens)):
-            self.slots[self.place(told, slot)] = (tokens[slot], slot)
-        if publish:
-            self.replica.publish(name, "ns", tokens, start=admitted.num_cached_blocks)
-        return told
-
-    @staticmethod
-    def place(told: Told, slot: int) -> tuple[int, int]:
-        return told.table[slot // BLOCK_TOKENS], slot % BLOCK_TOKENS
-
-    def edit(self, kind: Any, **fields: Any) -> Any:
-        """An operation on one sequence, its moves, and the settlement."""
-        return self.took(fields["sequence_id"], fields["sequence_id"], self.replica.call(kind, **fields))
-
-    def copy(self, source: str, target: str, **fields: Any) -> Any:
-        return self.took(source, target, self.replica.call(SequenceCopy, source_id=source, target_id=target, **fields))
-
-    def took(self, source: str, target: str, answer: Any) -> Any:
-        if isinstance(answer, Edited):
-            table = self.told[source].table[: answer.num_kept_blocks] + list(answer.blocks)
-            self.told[target] = Told(list(self.told[target].cells) if target in self.told else [], table)
-            self.move(answer)
-            self.move(answer)
-            assert self.replica.call(Settle, sequence_ids=(target,)) == Settled()
-        return answer
-
-    def move(self, answer: Edited) -> None:
-        for move in answer.moves:
-            for i in range(move.num_tokens):
-                token, position = self.slots[move.source_block, move.source_slot + i]
-                self.slots[move.target_block, move.target_slot + i] = (token, position + move.delta)
-
-    def check(self) -> None:
-        """Every sequence reads its own tokens, rotated to its own positions."""
-        for name, told in self.told.items():
-            read = [self.slots[self.place(told, slot)] for slot in range(len(told.cells))]
-            assert read == [(token, position) for position, token in told.cells], name
-            found = self.replica.call(SequencePositions, sequence_id=name, num_tokens=len(told.cells))
-            expected = [position for position, _ in told.cells] or [-1]
-            assert found == Positions(pos_min=expected[0], pos_max=expected[-1])
 
 
 @pytest.fixture
@@ -282,101 +207,3 @@ def test_clearing_forgets_what_is_cached_and_zeroes_it(world: World) -> None:
     report = world.driver.report("ns")
     assert (report.cached_bytes, report.used_bytes) == (0, BLOCK_BYTES)
     assert report.evicted_blocks == {"cleared": 5}
-
-
-class EditMachine(RuleBasedStateMachine):
-    """Random operations on sequences that share prefixes, in a pool that runs out of memory now and then."""
-
-    PICK = st.integers(0, 1000)
-    POSITION = st.integers(-1, 30)
-
-    @initialize()
-    def start(self) -> None:
-        self.world = World(num_blocks=40)
-        self.next_id = 0
-
-    def pick(self, number: int) -> str:
-        names = sorted(self.world.told)
-        return names[number % len(names)]
-
-    def new_name(self) -> str:
-        self.next_id += 1
-        return f"s{self.next_id}"
-
-    @rule(family=st.integers(0, 2), length=st.integers(1, 24), publish=st.booleans())
-    @precondition(lambda self: len(self.world.told) < 5)
-    def begin(self, family: int, length: int, publish: bool) -> None:
-        free = self.world.driver.state.describe()
-        if free.num_referenced_blocks + -(-length // BLOCK_TOKENS) <= 40:
-            self.world.begin(self.new_name(), prompt(6, family)[:length], publish=publish)
-
-    @rule(number=PICK, start=POSITION, end=POSITION)
-    @precondition(lambda self: self.world.told)
-    def copy(self, number: int, start: int, end: int) -> None:
-        source, target = self.pick(number), self.new_name()
-        cells = self.world.told[source].cells
-        answer = self.world.copy(source, target, start=start, end=end, num_tokens=len(cells))
-        if isinstance(answer, Edited):
-            last = end if end >= 0 else 10**9
-            self.world.told[target].cells = [(p, t) for p, t in cells if max(0, start) <= p < last]
-        else:
-            assert isinstance(answer, NoRoom)
-
-    @rule(number=PICK, start=POSITION, end=POSITION, close_gap=st.booleans())
-    @precondition(lambda self: self.world.told)
-    def remove(self, number: int, start: int, end: int, close_gap: bool) -> None:
-        name = self.pick(number)
-        cells = self.world.told[name].cells
-        answer = self.world.edit(
-            SequenceRemove, sequence_id=name, start=start, end=end, close_gap=close_gap, num_tokens=len(cells)
-        )
-        if isinstance(answer, Edited):
-            first, last = max(0, start), end if end >= 0 else 10**9
-            length = max(0, min(last, cells[-1][0] + 1) - first) if cells and close_gap else 0
-            kept = [(p - (length if p >= last else 0), t) for p, t in cells if not first <= p < last]
-            self.world.told[name].cells = kept
-        else:
-            assert isinstance(answer, NoRoom)
-
-    @rule(number=PICK, start=POSITION, end=POSITION, delta=st.integers(-8, 8))
-    @precondition(lambda self: self.world.told)
-    def shift(self, number: int, start: int, end: int, delta: int) -> None:
-        name = self.pick(number)
-        cells = self.world.told[name].cells
-        first, last = max(0, start), end if end >= 0 else 10**9
-        moved = [(p + delta if first <= p < last else p, t) for p, t in cells]
-        moved = [(p, t) for p, t in moved if p >= 0]
-        answer = self.world.edit(
-            SequenceShift, sequence_id=name, start=start, end=end, delta=delta, num_tokens=len(cells)
-        )
-        in_order = all(a[0] < b[0] for a, b in pairwise(moved))
-        assert isinstance(answer, Edited | NoRoom) == in_order
-        if isinstance(answer, Edited):
-            self.world.told[name].cells = moved
-
-    @rule(number=PICK)
-    @precondition(lambda self: self.world.told)
-    def release(self, number: int) -> None:
-        name = self.pick(number)
-        self.world.replica.release(name)
-        del self.world.told[name]
-
-    @rule(number=PICK)
-    @precondition(lambda self: self.world.told)
-    def keep(self, number: int) -> None:
-        name = self.pick(number)
-        self.world.replica.call(SequenceKeep, sequence_id=name)
-        self.world.told = {name: self.world.told[name]}
-
-    @rule()
-    def restart(self) -> None:
-        self.world.driver.restart()
-
-    @invariant()
-    def every_sequence_reads_its_own_tokens(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
-
-
-EditMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
-test_edits_do_what_llama_cpp_does_to_one_sequence_and_nothing_to_others = EditMachine.TestCase

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import settings
+from counted_machine import CountedMachine
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
 
 from remora.namespaces.edits import ContextOutcome
 from remora.namespaces.pending_removals import removals_of
@@ -42,7 +42,7 @@ class Known:
     writer: str | None = None
 
 
-class SessionMachine(RuleBasedStateMachine):
+class SessionMachine(CountedMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
@@ -204,5 +204,5 @@ class SessionMachine(RuleBasedStateMachine):
                 assert (head.state.open_turn and head.state.open_turn.turn_id) == known.writer
 
 
-TestSessions = SessionMachine.TestCase
-TestSessions.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+def test_sessions_are_what_they_were_told_whoever_writes_and_whatever_restarts() -> None:
+    SessionMachine.run(max_examples=60, stateful_step_count=50)
