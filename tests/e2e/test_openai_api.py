@@ -67,8 +67,8 @@ def test_a_repeated_prompt_is_reported_as_cached(client: Any) -> None:
     assert usages[1].prompt_tokens_details.cached_tokens < usages[1].prompt_tokens
 
 
-def test_n_choices_of_a_seed_differ_and_repeat(client: Any) -> None:
-    """User reports, cases 7 and 8."""
+def test_case_07_n_choices_of_a_seed_differ_and_repeat(client: Any) -> None:
+    """And case 8."""
     arguments = {
         "model": "smollm2", "messages": [{"role": "user", "content": "Invent a name for a boat that nobody has."}],
         "n": 3, "seed": 7, "temperature": 1, "max_tokens": 16,
@@ -80,8 +80,7 @@ def test_n_choices_of_a_seed_differ_and_repeat(client: Any) -> None:
     assert first.usage.prompt_tokens_details.cached_tokens <= first.usage.prompt_tokens
 
 
-def test_a_seeded_answer_does_not_depend_on_its_neighbours(client: Any, platform: Any) -> None:
-    """User reports, case 24."""
+def test_case_24_a_seeded_answer_does_not_depend_on_its_neighbours(client: Any, platform: Any) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     def ask(seed: int | None) -> str:
@@ -148,8 +147,7 @@ def test_a_json_object_is_an_object(client: Any) -> None:
         assert isinstance(json.loads(text), dict)
 
 
-def test_a_prompt_that_ends_inside_a_character_is_not_echoed(client: Any, platform: Any) -> None:
-    """User reports, case 22."""
+def test_case_22_a_prompt_that_ends_inside_a_character_is_not_echoed(client: Any, platform: Any) -> None:
     whole = platform.http.post("/tokenize", json={"model": "smollm2", "prompt": "Hello 𓂀"}).json()["tokens"]
     chunks = list(
         client.completions.create(model="smollm2", prompt=whole[:-1], max_tokens=4, temperature=0, stream=True)

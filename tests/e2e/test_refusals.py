@@ -53,8 +53,7 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(platform: Any) -> N
             "name": "x", "schema": {"type": "nonsense"}}}}, "response_format"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(platform: Any, path: str, body: dict[str, Any], param: str) -> None:
-    """User reports, case 25."""
+def test_case_25_bad_input_is_refused_by_name(platform: Any, path: str, body: dict[str, Any], param: str) -> None:
     assert error_of(platform.http.post(path, json=body), 400)["param"] == param
 
 

@@ -115,7 +115,7 @@ def test_forks_share_the_cache_and_go_their_own_ways(platform: Any, session: str
     platform.http.delete(f"/v1/sessions/{fork}")
 
 
-def test_20_sg36475_a_client_that_leaves_mid_turn_leaves_the_history_whole(platform: Any, session: str) -> None:
+def test_case_20_a_client_that_leaves_mid_turn_leaves_the_history_whole(platform: Any, session: str) -> None:
     turn(platform, session, "Say one word.")
     before = log_of(platform, session)
     body = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a long story."}], "stream": True,
@@ -166,7 +166,7 @@ def test_a_killed_replica_costs_a_session_nothing_but_time(platform: Any, sessio
     assert cold_text(platform, prompt, "smollm2/small")["choices"][0]["text"] == text_of(answer)
 
 
-def test_05_lc18552_the_same_turn_after_the_same_cut_is_the_same_five_times(platform: Any, session: str) -> None:
+def test_case_05_the_same_turn_after_the_same_cut_is_the_same_five_times(platform: Any, session: str) -> None:
     turn(platform, session, LONG)
     logs = []
     for _ in range(5):
@@ -176,7 +176,7 @@ def test_05_lc18552_the_same_turn_after_the_same_cut_is_the_same_five_times(plat
     assert logs == [logs[0]] * 5
 
 
-def test_13_lm4385_sessions_that_return_after_eviction_have_their_own_facts(platform: Any) -> None:
+def test_case_13_sessions_that_return_after_eviction_have_their_own_facts(platform: Any) -> None:
     """The namespace has room for two of them."""
     ids = [f"secret-{i}" for i in range(10)]
     for i, name in enumerate(ids):

@@ -136,7 +136,7 @@ def test_what_is_removed_from_the_middle_is_gone_and_the_rest_is_rotated(caller:
     assert caller.do(caller.operations.seq_pos_min("a")) == 0
 
 
-def test_03_lc12160_chunks_kept_from_between_removed_ones_are_near_a_cold_run(caller: Caller) -> None:
+def test_case_03_chunks_kept_from_between_removed_ones_are_near_a_cold_run(caller: Caller) -> None:
     """Cached a b c d e f g h j, wanted a b e f h j: both removals refer to the positions of their own time."""
     letters = {letter: tokens_of(4, ord(letter)) for letter in "abcdefghj"}
     cached = [token for letter in "abcdefghj" for token in letters[letter]]

@@ -60,7 +60,7 @@ def test_a_signal_while_starting_leaves_nothing(make_up: Callable[[str], Up], nu
     up.assert_nothing_left(record)
 
 
-def test_11_lc26676_after_kill_9_of_everything_cache_and_sessions_are_there_and_go_on(
+def test_case_11_after_kill_9_of_everything_cache_and_sessions_are_there_and_go_on(
     make_up: Callable[[str], Up],
 ) -> None:
     """A turn is under way when everything is killed: it leaves no trace."""

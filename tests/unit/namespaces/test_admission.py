@@ -9,6 +9,7 @@ import pytest
 from pool_driver import BLOCK_BYTES, BLOCK_TOKENS, Driver, Replica, prompt, small_geometry
 
 from remora.namespaces.commands import Admitted, Granted, OverQuota, Refused, Wait
+from remora.platform.base.ids import NamespaceId
 
 
 def one_namespace(**config: int) -> tuple[Driver, Replica]:
@@ -27,7 +28,7 @@ def test_a_second_sequence_shares_the_sealed_prefix_and_owns_the_rest() -> None:
     assert driver.report("a").used_bytes == 5 * BLOCK_BYTES
 
 
-def test_case_1_the_block_with_the_last_prompt_token_is_never_matched() -> None:
+def test_case_01_the_block_with_the_last_prompt_token_is_never_matched() -> None:
     _, replica = one_namespace()
     replica.cache("long", "a", prompt(3))
     assert replica.run("equal", "a", prompt(3)).num_cached_blocks == 2
@@ -36,7 +37,7 @@ def test_case_1_the_block_with_the_last_prompt_token_is_never_matched() -> None:
     assert replica.run("single", "a", [1]).num_cached_blocks == 0
 
 
-def test_case_8_cached_tokens_count_once_for_each_sequence_and_never_exceed_the_prompt() -> None:
+def test_case_08_cached_tokens_count_once_for_each_sequence_and_never_exceed_the_prompt() -> None:
     driver, replica = one_namespace(num_extents=4)
     for name in ("n1", "n2", "n3", "n4"):
         assert replica.admit(name, "a", prompt(2.5)).num_cached_blocks == 0
@@ -245,3 +246,35 @@ def test_an_evicted_chain_is_never_matched_past_the_gap() -> None:
     replica.run("flood", "a", prompt(12, start=2))
     replica.release("flood")
     assert replica.run("back", "a", [*prompt(8, start=1), 1]).num_cached_blocks == 4
+
+
+def test_case_10_a_sequence_comes_back_although_free_blocks_are_not_contiguous() -> None:
+    driver = Driver(num_extents=1)
+    driver.namespace("a")
+    replica = driver.lease()
+    tables: dict[str, list[int]] = {}
+    for name in ("s1", "s2", "s3"):
+        tables[name] = list(replica.run(name, "a", prompt(1, start=int(name[1]))).blocks)
+    for _ in range(4):  # interleaved
+        for name in ("s1", "s2", "s3"):
+            tables[name] += replica.extend(name).grants[0].blocks
+    replica.release("s2")
+    admitted = replica.run("again", "a", prompt(6, start=4))
+    assert sorted(admitted.blocks) != list(range(min(admitted.blocks), min(admitted.blocks) + 6))
+    assert not {*admitted.blocks} & {*tables["s1"], *tables["s3"]}
+
+
+def test_case_17_a_namespace_holds_no_more_than_its_limit_the_oldest_goes_and_what_is_larger_is_refused() -> None:
+    driver = Driver(num_extents=2)
+    driver.namespace("a", limit=10 * BLOCK_BYTES)
+    replica = driver.lease()
+    for number in range(3):
+        replica.cache(f"s{number}", "a", prompt(4, start=number))
+        assert driver.report("a").cached_bytes <= 10 * BLOCK_BYTES
+    matched = [
+        driver.state.find_blocks(NamespaceId("a"), replica.fingerprint, replica.hashes("a", prompt(4, start=number)))
+        for number in range(3)
+    ]
+    assert matched == [2, 4, 4], "of the oldest only its beginning is left"
+    assert isinstance(replica.admit("large", "a", prompt(12, start=9)), OverQuota)
+    assert driver.report("a").cached_bytes == 10 * BLOCK_BYTES

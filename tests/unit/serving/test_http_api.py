@@ -83,8 +83,7 @@ async def test_every_stream_ends_with_done_and_has_usage_only_when_asked(http: A
     assert [document["choices"][0]["finish_reason"] for document in documents[:-1]] == [None, "length"]
 
 
-async def test_n_choices_of_one_seed_differ_and_repeat(http: Any) -> None:
-    """User reports, case 7."""
+async def test_case_07_n_choices_of_one_seed_differ_and_repeat(http: Any) -> None:
     body = {**CHAT, "n": 3, "seed": 7, "temperature": 1}
     first, second = [(await http.post("/v1/chat/completions", json=body)).json() for _ in range(2)]
     texts = [choice["message"]["content"] for choice in first["choices"]]

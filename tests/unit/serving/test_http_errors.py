@@ -46,8 +46,7 @@ BAD_FIELDS = [
 ]  # fmt: skip
 
 
-async def test_a_bad_value_is_refused_by_its_name(http: Any) -> None:
-    """User reports, case 25."""
+async def test_case_25_a_bad_value_is_refused_by_its_name(http: Any) -> None:
     for field, value in BAD_FIELDS:
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
             error = error_of(await http.post(path, json={**body, field: value}), 400)
@@ -80,8 +79,8 @@ BAD_MESSAGES = [
 ]
 
 
-async def test_a_bad_message_is_refused_by_its_place(http: Any) -> None:
-    """User reports, case 25: null content or empty tool_calls."""
+async def test_case_25_a_bad_message_is_refused_by_its_place(http: Any) -> None:
+    """Null content, empty tool_calls."""
     for message, where in BAD_MESSAGES:
         error = error_of(await http.post("/v1/chat/completions", json={**CHAT, "messages": [message]}), 400)
         assert str(error["param"]).startswith(where), (message, error)
@@ -90,8 +89,8 @@ async def test_a_bad_message_is_refused_by_its_place(http: Any) -> None:
 BAD_PROMPTS = ["", [], [""], [[]], [300], [-1], [[97], [256, 999]], None, 5, [1, "a"], [1.5]]
 
 
-async def test_a_prompt_that_cannot_be_served_is_refused_by_name(http: Any) -> None:
-    """User reports, case 25: empty prompts and ids beyond the vocabulary."""
+async def test_case_25_a_prompt_that_cannot_be_served_is_refused_by_name(http: Any) -> None:
+    """Empty prompts and ids beyond the vocabulary."""
     for prompt in BAD_PROMPTS:
         error = error_of(await http.post("/v1/completions", json={**COMPLETION, "prompt": prompt}), 400)
         assert error["param"] == "prompt", (prompt, error)

@@ -98,7 +98,7 @@ async def test_a_turn_that_cannot_be_stored_does_not_end_as_if_it_were(
     assert (await text_of(http)).startswith("user: hi\n")
 
 
-async def test_20_sg36475_a_turn_whose_client_left_leaves_the_history_whole(http: Any, server: Any) -> None:
+async def test_case_20_a_turn_whose_client_left_leaves_the_history_whole(http: Any, server: Any) -> None:
     await create(http)
     first = answer_of(await chat(http, "one"))
     committed = await text_of(http)
@@ -209,7 +209,7 @@ async def test_forks_diverge_and_truncated_sessions_go_on(http: Any) -> None:
     assert await text_of(http) == await text_of(http, fork["id"])
 
 
-async def test_09_lc14434_an_empty_session_forks_empty_and_a_missing_one_leaves_others_alone(http: Any) -> None:
+async def test_case_09_an_empty_session_forks_empty_and_a_missing_one_leaves_others_alone(http: Any) -> None:
     await create(http)
     fork = await post(http, "/v1/sessions/s/fork", {"id": "f"})
     assert (fork["num_tokens"], fork["num_turns"]) == (0, 0)
