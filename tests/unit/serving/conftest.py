@@ -311,7 +311,7 @@ class Server:
 
     def __init__(self, cluster: Cluster, replica: FakeReplica, state_dir: Path) -> None:
         self.sessions = SessionRegistry(
-            lambda: SqlStateStore(default_database_url(state_dir, "unit")), cluster_id="unit"
+            lambda: SqlStateStore(default_database_url(state_dir, "unit")), cluster_id="unit", expire_every_s=0.05
         )
         self.turns = SessionTurns(self.sessions)
         self.cluster = cluster

@@ -268,6 +268,30 @@ async def test_a_full_namespace_drops_its_least_recently_used_session(http: Any)
     assert [each["id"] for each in listed["data"]] == ["a", "c", "d", "kept"]
 
 
+async def test_pinned_sessions_stay_and_where_all_are_pinned_a_new_one_is_refused(http: Any) -> None:
+    for name in ("a", "b", "c"):
+        await create(http, name, namespace="batch/team-a")
+        await post(http, f"/v1/sessions/{name}/pin")
+    crowded = {"model": "tiny", "namespace": "batch/team-a", "id": "d"}
+    response = await http.post("/v1/sessions", json=crowded)
+    assert response.status_code == 429
+    assert int(response.headers["Retry-After"]) > 0
+    await post(http, "/v1/sessions/b/unpin")
+    await post(http, "/v1/sessions", crowded)
+    listed = (await http.get("/v1/sessions")).json()
+    assert [each["id"] for each in listed["data"]] == ["a", "c", "d"]
+
+
+async def test_a_session_goes_when_nobody_has_used_it_for_its_ttl(http: Any) -> None:
+    await create(http, "short", ttl_s=0.1)
+    await create(http, "long", ttl_s=60.0)
+    async with asyncio.timeout(10):
+        while (await http.get("/v1/sessions/short")).status_code != 404:
+            await asyncio.sleep(0.05)
+    listed = (await http.get("/v1/sessions")).json()
+    assert [each["id"] for each in listed["data"]] == ["long"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
