@@ -130,7 +130,8 @@ REMORA_EXPORT const float* remora_decoder_run(Decoder* decoder, const Step* step
 // out[rows][num_out] = x[rows][num_in] · weightsᵀ + bias; with `silu`, out[rows][num_out / 2] = SiLU(gate) * up.
 REMORA_EXPORT int32_t remora_linear(int32_t level, int32_t num_threads, const float* x, int64_t num_rows,
                                     const void* weights, const uint16_t* scales, const uint16_t* minimums,
-                                    int32_t precision, int64_t num_out, int64_t num_in, const float* bias, int32_t silu, float* out) {
+                                    int32_t precision, int64_t num_out, int64_t num_in, const float* bias,
+                                    int32_t silu, float* out) {
   return guarded(-1, [&] {
     const LevelKernels& kernels = kernels_or_default(level);
     const auto dtype = static_cast<Dtype>(precision);

@@ -1,5 +1,5 @@
-// The C interface to storing K/V, to re-encoding blocks and to attention alone, outside a decoder. Callers check sizes and block indices;
-// pointers are trusted. All return -1 when the level is not available or memory runs out, else 0.
+// The C interface to storing K/V, to re-encoding blocks and to attention alone, outside a decoder. Callers check sizes
+// and block indices; pointers are trusted. All return -1 when the level is not available or memory runs out, else 0.
 #include <exception>
 
 #include "attention_plan.h"

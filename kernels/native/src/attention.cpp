@@ -9,7 +9,9 @@
 namespace remora::REMORA_LEVEL {
 namespace {
 
-bool uses_tiles(const Arena& arena) { return has_tiles() && arena.k_dtype == Dtype::bf16 && arena.v_dtype == Dtype::bf16; }
+bool uses_tiles(const Arena& arena) {
+  return has_tiles() && arena.k_dtype == Dtype::bf16 && arena.v_dtype == Dtype::bf16;
+}
 
 float exp2_of_negative(float x) { return remora::REMORA_LEVEL::exp2_of_negative(splat(x))[0]; }
 

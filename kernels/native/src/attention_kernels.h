@@ -102,8 +102,8 @@ REMORA_INLINE void store_sums(float* target, vfloat a, vfloat b, vfloat c, vfloa
   __builtin_memcpy(target, &sums, sizeof sums);
 }
 
-// scores[row][token] = q[row] · k[token], with q in the order of `arrange<T>`, for ROWS rows and `num_tokens` tokens (a multiple of 4). `next` is what will
-// be read after k, or k itself; its lines are fetched along the way.
+// scores[row][token] = q[row] · k[token], with q in the order of `arrange<T>`, for ROWS rows and `num_tokens` tokens (a
+// multiple of 4). `next` is what will be read after k, or k itself; its lines are fetched along the way.
 template <class T, int ROWS>
 static void score_pass(const float* q, const T* k, const T* next, int head_dim, int num_tokens, float* scores,
                        int64_t scores_stride) {
@@ -130,7 +130,8 @@ static void score_pass(const float* q, const T* k, const T* next, int head_dim, 
   }
 }
 
-// out[row][d..] += Σ p[row][token] * v[token][d..] in token order, with out in the order of `arrange<T>`, for ROWS rows and VECTORS * LANES dims.
+// out[row][d..] += Σ p[row][token] * v[token][d..] in token order, with out in the order of `arrange<T>`, for ROWS rows
+// and VECTORS * LANES dims.
 template <class T, int ROWS, int VECTORS>
 static void value_pass(const float* p, int64_t p_stride, const T* v, const T* next, int head_dim, int num_tokens,
                        float* out) {

@@ -42,7 +42,8 @@ void Decoder::check(const Step& step, const Arena& arena) const {
           "the KV geometry does not fit the model's layers, kv heads or head_dim");
   require(arena.block_tokens > 0 && arena.block_tokens % 16 == 0 && ATTENTION_CHUNK % arena.block_tokens == 0,
           "block_tokens must be a multiple of 16 that divides 512");
-  require(arena.block_bytes >= kv_layer_bytes(arena) * arena.num_layers, "block_bytes is smaller than a block of this geometry");
+  require(arena.block_bytes >= kv_layer_bytes(arena) * arena.num_layers,
+          "block_bytes is smaller than a block of this geometry");
 
   require(step.num_tokens > 0 && step.num_sequences > 0, "a step without tokens");
   require(step.num_logit_rows >= 0 && step.num_logit_rows <= step.num_tokens, "more logit rows than tokens");
@@ -61,12 +62,13 @@ void Decoder::check(const Step& step, const Arena& arena) const {
       require(step.positions[t] == context - end + t, "positions must ascend to the end of the context");
     const int32_t columns = (context + arena.block_tokens - 1) / arena.block_tokens;
     if (columns > step.table_stride)
-      throw std::invalid_argument(text(context) + " tokens need " + text(columns) + " columns of the block table, which has " +
-                                  text(step.table_stride));
+      throw std::invalid_argument(text(context) + " tokens need " + text(columns) +
+                                  " columns of the block table, which has " + text(step.table_stride));
     for (int32_t column = 0; column < columns; ++column) {
       const int32_t block = step.block_table[1LL * s * step.table_stride + column];
       if (block < 0 || block >= num_blocks)
-        throw std::invalid_argument("block " + text(block) + " lies outside an arena of " + text(num_blocks) + " blocks");
+        throw std::invalid_argument("block " + text(block) + " lies outside an arena of " + text(num_blocks) +
+                                    " blocks");
     }
   }
   for (int32_t r = 0; r < step.num_logit_rows; ++r)

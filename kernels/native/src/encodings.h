@@ -1,4 +1,5 @@
-// How activations are encoded for the kernels of a level, and the encoding itself. Included by linear.cpp and linear_grouped.cpp.
+// How activations are encoded for the kernels of a level, and the encoding itself. Included by linear.cpp and
+// linear_grouped.cpp.
 #pragma once
 #include "packing.h"
 #include "simd.h"

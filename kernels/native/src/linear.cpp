@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "encodings.h"
+#include "linear_finish.h"
 #include "linear_grouped.h"
 #include "micro_kernels.h"
 #include "simd.h"
@@ -11,21 +12,10 @@
 namespace remora::REMORA_LEVEL {
 namespace {
 
-// Bytes of activations that may stay in the level-2 cache while panels of weights pass by.
-#if REMORA_TILES
-constexpr int64_t RESIDENT_BYTES = 1 << 20;
-#elif REMORA_VECTOR_BYTES == 64
-constexpr int64_t RESIDENT_BYTES = 512 << 10;
-#else
-constexpr int64_t RESIDENT_BYTES = 256 << 10;
-#endif
-constexpr int64_t STREAM_AHEAD_BYTES = 4096;
 // Rows from which on it is worth widening a slice of bf16 weights once, for all row tiles.
 constexpr int64_t WIDENED_ROWS = 5;
 // Lines of a panel's two blocks that stay in the level-1 cache: 16 KiB.
 constexpr int64_t SLICE_LINES = 128;
-
-REMORA_INLINE vfloat silu_product(vfloat gate, vfloat up) { return gate / (splat(1.0f) + exp(-gate)) * up; }
 
 // What is common to all tiles of one call.
 struct Call {
@@ -33,66 +23,15 @@ struct Call {
   const Activations& activations;
   const LinearOutput& output;
   int64_t num_rows;
-  Encoding encoding;
 
   const uint8_t* row(int64_t index) const { return activations.data + index * activations.stride; }
 };
 
-void store_row(const LinearOutput& output, float* out, const float* values, int64_t count) {
-  const bool add = output.kind == LinearOutput::Kind::add;
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) store(out + i, add ? load(out + i) + load(values + i) : load(values + i));
-  for (; i < count; ++i) out[i] = add ? out[i] + values[i] : values[i];
-}
-
-void silu_row(const Call& call, int64_t row, int64_t panel, const float* values) {
-  const LinearOutput& output = call.output;
-  const int64_t first = panel * BLOCK_COLUMNS, num_units = call.weights.num_out / 2;
-  float units[BLOCK_COLUMNS];
-  for (int i = 0; i < BLOCK_COLUMNS; i += LANES)
-    store(units + i, silu_product(load(values + i), load(values + BLOCK_COLUMNS + i)));
-  if (output.kind == LinearOutput::Kind::silu_store) {
-    const int64_t count = num_units - first < BLOCK_COLUMNS ? num_units - first : BLOCK_COLUMNS;
-    __builtin_memcpy(output.out + row * output.stride + first, units, static_cast<size_t>(count) * 4);
-    return;
-  }
-  uint8_t* target = output.encoded.data + row * output.encoded.stride;
-  for (int i = 0; i < BLOCK_COLUMNS; i += LANES) store_encoded(call.encoding, target, first + i, load(units + i));
-  const int64_t bytes = encoded_bytes(call.encoding), end = first + BLOCK_COLUMNS;
-  if (end >= num_units && end < output.encoded_columns) {
-    __builtin_memset(target + end * bytes, 0, static_cast<size_t>((output.encoded_columns - end) * bytes));
-  }
-}
-
-// Turns sums into outputs: bias, and what the call fuses. `tile` holds rows of PANEL_COLUMNS.
+// Turns the sums of a tile, in rows of PANEL_COLUMNS, into outputs.
 void finish_tile(const Call& call, int64_t first_row, int64_t num_rows, int64_t panel, float* tile) {
-  const PackedLinear& weights = call.weights;
-  const LinearOutput& output = call.output;
-  const int64_t first = panel * PANEL_COLUMNS;
-  const bool plain = output.kind == LinearOutput::Kind::store || output.kind == LinearOutput::Kind::add;
-  for (int64_t r = 0; r < num_rows; ++r) {
-    float* values = tile + r * PANEL_COLUMNS;
-    const int64_t row = first_row + r;
-    for (int i = 0; i < PANEL_COLUMNS; i += LANES) {
-      vfloat v = load(values + i);
-      if (weights.bias != nullptr) v += load(weights.bias + first + i);
-      store(values + i, v);
-    }
-    if (plain) {
-      const int64_t count = weights.num_out - first < PANEL_COLUMNS ? weights.num_out - first : PANEL_COLUMNS;
-      store_row(output, output.out + row * output.stride + first, values, count);
-    } else {
-      silu_row(call, row, panel, values);
-    }
-  }
+  for (int64_t r = 0; r < num_rows; ++r)
+    finish_row(call.weights, call.output, first_row + r, panel, tile + r * PANEL_COLUMNS);
 }
-
-using MicroKernel = void (*)(const MicroTile&);
-
-struct TileKernel {
-  MicroKernel kernel;
-  int num_blocks;  // 2: the whole panel in one call
-};
 
 // Whether the tiles read a widened copy of the panel; see ProductBf16Widened.
 template <class Product>
@@ -104,45 +43,21 @@ constexpr bool is_widened() {
 #endif
 }
 
-// Rows of a tile at most, as many as leave the accumulators in registers.
 template <class Product>
-constexpr int max_tile_rows() {
-  if (REMORA_VECTOR_BYTES == 64) return 12;
-  if (REMORA_VECTOR_BYTES == 16) return 2;
+struct Products {
+  using Function = void (*)(const MicroTile&);
   // 6 would fit weights that are widened on the way too, but gcc then moves registers around: 20 % slower than 4.
-  return Product::PARTS == 2 ? 4 : 6;
-}
-
-// A kernel for this many rows, or for the next larger number that has one: it computes spare rows.
-template <class Product>
-TileKernel tile_kernel(int64_t num_rows) {
-#if REMORA_VECTOR_BYTES == 64
-  if (num_rows == 1) return {sum_products<Product, 1, 2>, 2};
-  if (num_rows == 2) return {sum_products<Product, 2, 2>, 2};
-  if (num_rows <= 4) return {sum_products<Product, 4, 2>, 2};
-  if (num_rows <= 8) return {sum_products<Product, 8, 2>, 2};
-  return {sum_products<Product, 12, 2>, 2};
-#elif REMORA_VECTOR_BYTES == 32
-  switch (num_rows) {
-    case 1: return {sum_products<Product, 1, 2>, 2};
-    case 2: return {sum_products<Product, 2, 2>, 2};
-    case 3: return {sum_products<Product, 3, 1>, 1};
-    case 4: return {sum_products<Product, 4, 1>, 1};
-    case 5: return {sum_products<Product, max_tile_rows<Product>() == 6 ? 5 : 4, 1>, 1};
-    default: return {sum_products<Product, max_tile_rows<Product>(), 1>, 1};
-  }
-#else
-  if (num_rows == 1) return {sum_products<Product, 1, 1>, 1};
-  return {sum_products<Product, 2, 1>, 1};
-#endif
-}
+  static constexpr int MAX_ROWS = REMORA_VECTOR_BYTES == 32 && Product::PARTS == 2 ? 4 : MOST_TILE_ROWS;
+  template <int ROWS, int BLOCKS>
+  static constexpr Function run = sum_products<Product, ROWS, BLOCKS>;
+};
 
 // Rows [begin, end) against one panel. Several row tiles take the panel in slices that stay in the level-1 cache while
-// the tiles pass by; their sums stand in `sums`, each tile at its own multiple of max_tile_rows(), since spare rows are
+// the tiles pass by; their sums stand in `sums`, each tile at its own multiple of MAX_ROWS, since spare rows are
 // summed too.
 template <class Product>
 void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_index, float* sums) {
-  constexpr int64_t MAX_ROWS = max_tile_rows<Product>();
+  constexpr int64_t MAX_ROWS = Products<Product>::MAX_ROWS;
   const int64_t count = end - begin, num_tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
   const int64_t panel_bytes = call.weights.panel_bytes(), block_bytes = panel_bytes / 2;
   constexpr bool WIDENED = is_widened<Product>();
@@ -165,7 +80,7 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
 #endif
     for (int64_t t = 0; t < num_tiles; ++t) {
       const int64_t first = count * t / num_tiles, last = count * (t + 1) / num_tiles;
-      const TileKernel chosen = tile_kernel<Product>(last - first);
+      const auto chosen = tile_kernel<Products<Product>>(last - first);
       for (int64_t b = 0; b < 2; b += chosen.num_blocks) {
         const uint8_t* block = panel + b * block_bytes + line * LINE_BYTES;
         if (WIDENED) block = reinterpret_cast<const uint8_t*>(wide + b * WIDE_BLOCK);
@@ -179,7 +94,7 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
                        {next, chosen.num_blocks * LINE_BYTES / (num_tiles * WIDTH)}};
         if (num_tiles == 1) part.prefetch.next = part.block + STREAM_AHEAD_BYTES;
         next += part.prefetch.bytes_per_line * part.lines;
-        chosen.kernel(part);
+        chosen.run(part);
       }
     }
   }
@@ -191,9 +106,8 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
 
 template <class Product>
 void linear_vectors(Team& team, const Call& call, Range panels) {
-  const int64_t resident = RESIDENT_BYTES / call.activations.stride;
-  constexpr int64_t MAX_ROWS = max_tile_rows<Product>();
-  const int64_t block_rows = resident < MAX_ROWS ? MAX_ROWS : resident / MAX_ROWS * MAX_ROWS;
+  constexpr int64_t MAX_ROWS = Products<Product>::MAX_ROWS;
+  const int64_t block_rows = resident_rows(call.activations.stride, MAX_ROWS);
   const int64_t most_rows = round_up(call.num_rows < block_rows ? call.num_rows : block_rows, MAX_ROWS);
   float* sums = static_cast<float*>(team.scratch(static_cast<size_t>(most_rows * PANEL_COLUMNS * 4)));
   for (int64_t begin = 0; begin < call.num_rows; begin += block_rows) {
@@ -254,8 +168,7 @@ void linear_tiles(Team& team, const Call& call, Range panels) {
   const bool widens = is_quantised(weights.dtype);
   const int64_t panel_bytes = PANEL_COLUMNS * weights.padded_in * 2;
   uint8_t* wide = widens ? static_cast<uint8_t*>(team.scratch(static_cast<size_t>(panel_bytes))) : nullptr;
-  const int64_t resident = RESIDENT_BYTES / call.activations.stride / 32 * 32;
-  const int64_t block_rows = resident < 32 ? 32 : resident;
+  const int64_t block_rows = resident_rows(call.activations.stride, 32);
   // Up to 32 rows, tiles are as high as the rows there are; beyond, the last tile computes spare rows.
   const int64_t low = call.num_rows < 16 ? call.num_rows : 16;
   const int64_t high = call.num_rows >= 32 || call.num_rows <= 16 ? 16 : call.num_rows - 16;
@@ -303,7 +216,7 @@ void encode_row(Dtype weights, const float* x, int64_t num_in, const Activations
 
 void linear(Team& team, const PackedLinear& weights, const Activations& activations, int64_t num_rows,
             const LinearOutput& output) {
-  const Call call{weights, activations, output, num_rows, encoding_of(weights.dtype)};
+  const Call call{weights, activations, output, num_rows};
   const Range panels = team.share(weights.padded_out / PANEL_COLUMNS);
   if (num_rows == 0 || panels.begin == panels.end) return;
   if (weights.dtype == Dtype::fp32) return linear_vectors<ProductFp32>(team, call, panels);

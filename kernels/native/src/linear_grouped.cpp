@@ -1,74 +1,27 @@
 #include "linear_grouped.h"
 
 #include "encodings.h"
+#include "linear_finish.h"
 #include "micro_grouped.h"
 #include "simd.h"
 
 namespace remora::REMORA_LEVEL {
 namespace {
 
-#if REMORA_VECTOR_BYTES == 64
-constexpr int64_t MAX_ROWS = 12, RESIDENT_BYTES = 512 << 10;
-#elif REMORA_VECTOR_BYTES == 32
-constexpr int64_t MAX_ROWS = 6, RESIDENT_BYTES = 256 << 10;
-#else
-constexpr int64_t MAX_ROWS = 2, RESIDENT_BYTES = 256 << 10;
-#endif
-constexpr int64_t STREAM_AHEAD_BYTES = 4096;
-
-struct Kernel {
-  void (*run)(const GroupedTile&);
-  int num_blocks;  // 2: the whole panel in one call
-};
-
-// For this many rows, or for the next larger number that has a kernel: it computes spare rows.
 template <class Product>
-Kernel kernel_for(int64_t num_rows) {
-#if REMORA_VECTOR_BYTES == 64
-  if (num_rows == 1) return {sum_grouped<Product, 1, 2>, 2};
-  if (num_rows == 2) return {sum_grouped<Product, 2, 2>, 2};
-  if (num_rows <= 4) return {sum_grouped<Product, 4, 2>, 2};
-  if (num_rows <= 8) return {sum_grouped<Product, 8, 2>, 2};
-  return {sum_grouped<Product, 12, 2>, 2};
-#elif REMORA_VECTOR_BYTES == 32
-  switch (num_rows) {
-    case 1: return {sum_grouped<Product, 1, 2>, 2};
-    case 2: return {sum_grouped<Product, 2, 2>, 2};
-    case 3: return {sum_grouped<Product, 3, 1>, 1};
-    case 4: return {sum_grouped<Product, 4, 1>, 1};
-    default: return {sum_grouped<Product, 6, 1>, 1};
-  }
-#else
-  if (num_rows == 1) return {sum_grouped<Product, 1, 1>, 1};
-  return {sum_grouped<Product, 2, 1>, 1};
-#endif
-}
-
-// Bias, SiLU and what the call wants done with the sums of one row of a panel.
-void finish_row(const PackedLinear& weights, const LinearOutput& output, int64_t row, int64_t panel, float* values) {
-  const int64_t first = panel * PANEL_COLUMNS;
-  if (weights.bias != nullptr)
-    for (int i = 0; i < PANEL_COLUMNS; i += LANES) store(values + i, load(values + i) + load(weights.bias + first + i));
-  int64_t place = first, end = weights.num_out, width = PANEL_COLUMNS;
-  if (output.kind == LinearOutput::Kind::silu_store) {
-    place = panel * BLOCK_COLUMNS, end = weights.num_out / 2, width = BLOCK_COLUMNS;
-    for (int i = 0; i < BLOCK_COLUMNS; i += LANES) {
-      const vfloat gate = load(values + i), up = load(values + BLOCK_COLUMNS + i);
-      store(values + i, gate / (splat(1.0f) + exp(-gate)) * up);
-    }
-  }
-  float* out = output.out + row * output.stride + place;
-  const int64_t count = end - place < width ? end - place : width;
-  const bool adds = output.kind == LinearOutput::Kind::add;
-  for (int64_t i = 0; i < count; ++i) out[i] = adds ? out[i] + values[i] : values[i];
-}
+struct GroupedProducts {
+  using Function = void (*)(const GroupedTile&);
+  static constexpr int MAX_ROWS = MOST_TILE_ROWS;
+  template <int ROWS, int BLOCKS>
+  static constexpr Function run = sum_grouped<Product, ROWS, BLOCKS>;
+};
 
 template <class Product>
 void multiply(const PackedLinear& weights, const Activations& activations, int64_t num_rows, const LinearOutput& output,
               Range panels) {
   const int64_t groups = num_groups(weights.num_in), panel_bytes = weights.panel_bytes();
-  const int64_t resident = RESIDENT_BYTES / activations.stride / MAX_ROWS * MAX_ROWS;
-  const int64_t block_rows = resident < MAX_ROWS ? MAX_ROWS : resident;
+  constexpr int64_t MAX_ROWS = GroupedProducts<Product>::MAX_ROWS;
+  const int64_t block_rows = resident_rows(activations.stride, MAX_ROWS);
   alignas(64) float tile[MAX_ROWS * PANEL_COLUMNS];
   for (int64_t begin = 0; begin < num_rows; begin += block_rows) {
     const int64_t end = num_rows - begin < block_rows ? num_rows : begin + block_rows, count = end - begin;
@@ -80,7 +33,7 @@ void multiply(const PackedLinear& weights, const Activations& activations, int64
       const int64_t lines = panel_bytes / LINE_BYTES;
       for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t first = begin + count * t / num_tiles, last = begin + count * (t + 1) / num_tiles;
-        const Kernel chosen = kernel_for<Product>(last - first);
+        const auto chosen = tile_kernel<GroupedProducts<Product>>(last - first);
         for (int64_t b = 0; b < 2; b += chosen.num_blocks) {
           const int64_t column = panel * groups * PANEL_COLUMNS + b * BLOCK_COLUMNS;
           const uint8_t* block = data + b * panel_bytes / 2;

@@ -1,4 +1,4 @@
-// Linear layers with int8 or int4 weights in groups of INPUT_GROUP inputs. Called by linear.cpp alone. Level file header.
+// Linear layers with int8 or int4 weights in groups of INPUT_GROUP inputs. Called by linear.cpp alone. Level header.
 //
 // Activations are int16 with a scale for each group: 15 bits of it cost what 7 bits would where products are made of
 // 16-bit pairs, and no accuracy. On AMX, whose tiles take int8 or bf16, the weights are widened to bf16 panel by panel.

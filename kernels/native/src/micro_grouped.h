@@ -1,5 +1,5 @@
-// The inner loop of linear_grouped.cpp: int16 activations against weights of 8 or 4 bits, in groups of INPUT_GROUP inputs.
-// The sums of a group are exact integers, which then meet the scales of both sides as floats.
+// The inner loop of linear_grouped.cpp: int16 activations against weights of 8 or 4 bits, in groups of INPUT_GROUP
+// inputs. The sums of a group are exact integers, which then meet the scales of both sides as floats.
 //
 // One line of a block is 64 bytes: 4 bytes for each of 16 columns, with four (int8) or eight (int4) inputs. Part p of a
 // line gives the inputs 2p and 2p + 1 of every column as a pair of 16-bit values, as packing.h lays them out.

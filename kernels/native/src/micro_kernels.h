@@ -148,7 +148,8 @@ REMORA_INLINE void add_lines(Accumulators& acc, RowPointers<MR>& rows, const uin
     repeat<Product::PARTS>([&](auto part) REMORA_LAMBDA {
       typename Product::Operand b[NV];
       repeat<NV>([&](auto v) REMORA_LAMBDA {
-        b[v] = Product::weights(block + v / BLOCK_VECTORS * block_bytes + v % BLOCK_VECTORS * REMORA_VECTOR_BYTES, part);
+        const uint8_t* column = block + v / BLOCK_VECTORS * block_bytes;
+        b[v] = Product::weights(column + v % BLOCK_VECTORS * REMORA_VECTOR_BYTES, part);
       });
       repeat<MR>([&](auto r) REMORA_LAMBDA {
         const typename Product::Operand a = Product::activation(rows.row(r) + 4 * part);

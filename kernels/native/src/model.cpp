@@ -198,7 +198,9 @@ void Model::set_grouped(ThreadTeam& threads, WeightKind kind, int32_t layer_inde
   PackedLinear* packed;
   LinearSize size;
   switch (kind) {
-    case WeightKind::lm_head: packed = &head, size = {shape.vocab_size, shape.hidden_size, ColumnOrder::plain, false}; break;
+    case WeightKind::lm_head:
+      packed = &head, size = {shape.vocab_size, shape.hidden_size, ColumnOrder::plain, false};
+      break;
     case WeightKind::qkv: packed = &layer->qkv, size = qkv_of(shape); break;
     case WeightKind::o: packed = &layer->o, size = o_of(shape); break;
     case WeightKind::gate_up: packed = &layer->gate_up, size = gate_up_of(shape); break;

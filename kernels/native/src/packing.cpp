@@ -144,7 +144,8 @@ void pack_grouped(const PackedLinear& packed, ColumnOrder order, const GroupedSo
   for (int64_t column = columns.begin; column < columns.end; ++column) {
     const int64_t from = source_row(column, packed.num_out, order);
     const int8_t* codes = from < 0 ? nullptr : weights.codes + from * packed.num_in;
-    auto* cells = reinterpret_cast<uint32_t*>(packed.data + column / BLOCK_COLUMNS * block_bytes) + column % BLOCK_COLUMNS;
+    uint8_t* block = packed.data + column / BLOCK_COLUMNS * block_bytes;
+    auto* cells = reinterpret_cast<uint32_t*>(block) + column % BLOCK_COLUMNS;
     for (int64_t cell = 0; cell < packed.padded_in / per_cell; ++cell) {
       uint32_t value = 0;
       for (int64_t i = 0; i < per_cell && from >= 0; ++i) {

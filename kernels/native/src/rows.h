@@ -17,8 +17,8 @@ int32_t argmax_row(const float* x, int64_t count, float* maximum);
 // log of the sum of exp(x); NaN when a value is NaN.
 float log_sum_exp_row(const float* x, int64_t count);
 
-// out = exp((x - maximum) * factor), and the sum of every WEIGHT_PIECE of it, the last one shorter. Sums are in the same
-// order at every level.
+// out = exp((x - maximum) * factor), and the sum of every WEIGHT_PIECE of it, the last one shorter. Sums are in the
+// same order at every level.
 constexpr int64_t WEIGHT_PIECE = 256;
 void weigh_row(const float* x, int64_t count, float maximum, float factor, float* out, float* piece_sums);
 

@@ -21,7 +21,8 @@ class StepRun {
         own_row_values_(work.row_values + team.rank * work.row_stride) {}
 
   void run() {
-    for (int64_t t = own_rows_.begin; t < own_rows_.end; ++t) embed_row(work_.embed, work_.step.token_ids[t], hidden(t));
+    for (int64_t t = own_rows_.begin; t < own_rows_.end; ++t)
+      embed_row(work_.embed, work_.step.token_ids[t], hidden(t));
     for (int32_t index = 0; index < shape_.num_layers; ++index) {
       const LayerWeights& layer = work_.layers[index];
       attend(layer, index);
