@@ -249,10 +249,11 @@ class LocalPool:
         delivery: Delivery = "inline",
         seed: int = 0,
         relocates: bool = False,
+        num_extents: int = 1,
     ) -> LocalPool:
         """A device of its own with `num_blocks` blocks, for one model; `namespaces`: name → limit in blocks."""
         data_bytes = num_blocks * geometry.block_bytes
-        device = LocalDevice(data_bytes=data_bytes, extent_bytes=data_bytes, clock=clock)
+        device = LocalDevice(data_bytes=data_bytes, extent_bytes=data_bytes // num_extents, clock=clock)
         for name, limit in namespaces.items():
             limit_bytes = None if limit is None else limit * geometry.block_bytes
             device.set_quota(NamespaceId(name), ModelId(model_id), limit_bytes=limit_bytes)

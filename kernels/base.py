@@ -85,9 +85,15 @@ class Decoder(Protocol):
         """For the log and /v1/replicas, e.g. "native-amx-bf16" or "torch-reference"."""
         ...
 
+    def check_geometry(self, geometry: KVGeometry) -> None:
+        """Raises KernelError unless steps may have their KV in this geometry. Of the decoder's own geometry all
+        precisions are served that a back-end has."""
+        ...
+
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
         """Stores the step's K/V in `memory` and returns logits_RV, valid until the next call.
 
-        Raises KernelError for a block index outside the memory or a geometry that does not fit the shape.
+        Steps may differ in the precision of their memory. Raises KernelError for a block index outside the memory or a
+        geometry as in check_geometry.
         """
         ...

@@ -132,3 +132,21 @@ class BlockLayout:
         if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= limit):
             outside = blocks[(blocks < 0) | (blocks >= limit)].reshape(-1)[0]
             raise KernelError(f"block {int(outside)} lies outside an arena of {limit} blocks")
+
+
+class Layouts:
+    """The layouts of one geometry in any precision of K and V, each made on first use."""
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        """Raises KernelError like BlockLayout."""
+        self.own = BlockLayout(geometry)
+        self._found = {geometry: self.own}
+
+    def find(self, geometry: KVGeometry) -> BlockLayout:
+        """Raises KernelError for a geometry that differs in more than precision, or that no kernel serves."""
+        layout = self._found.get(geometry)
+        if layout is None:
+            if not self.own.geometry.differs_in_precision_only(geometry):
+                raise KernelError(f"memory of geometry {geometry}, decoder of {self.own.geometry}")
+            layout = self._found[geometry] = BlockLayout(geometry)
+        return layout

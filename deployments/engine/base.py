@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remora.deployments.engine.messages import TokenDelta
-from remora.kernels.base import Decoder
+from remora.kernels.base import Decoder, KVMemory
 from remora.platform.base.ids import BlockHash, NamespaceId, RouterId
 
 #: Takes what one step produced for one router. Called from the engine's thread; must return at once and not raise.
@@ -72,6 +72,8 @@ class EngineNamespace:
     root: BlockHash
     #: Share of admissions under contention, relative to the other namespaces of the model.
     weight: float = 1.0
+    #: The arena in the precision of its KV; None: in the model's. A request keeps what it began with.
+    memory: KVMemory | None = None
 
 
 #: Called once, when the lease is lost: nothing may run or leave any more and the replica must restart.

@@ -29,7 +29,6 @@ from remora.deployments.engine.scheduler import Scheduled, Scheduler
 from remora.deployments.engine.sequence import Phase
 from remora.deployments.engine.step_runner import StepRunner
 from remora.kernels.base import KVMemory
-from remora.kernels.mover import KVMover
 from remora.namespaces.commands import AnyAnswer, AnyEvent
 from remora.platform.base.clock import Clock
 from remora.platform.base.errors import RemoraError, Unavailable
@@ -57,22 +56,22 @@ class Engine:
         config: EngineConfig | None = None,
         on_fenced: OnFenced | None = None,
     ) -> None:
-        """Binds itself to the pool's answers and events. `emit` and `on_fenced` are called in the engine's thread."""
+        """Binds itself to the pool's answers and events. `memory` is the arena in the model's precision; namespaces may
+        have others. `emit` and `on_fenced` are called in the engine's thread."""
         self._config = config if config is not None else EngineConfig()
         self._pool = pool
         self._clock = clock
         self._emit_deltas = emit
         self._on_fenced = on_fenced
         self._scheduler = Scheduler(self._config)
-        self._runner = StepRunner(model, memory, gate, self._config)
+        self._runner = StepRunner(model, gate, self._config)
         self._book = RequestBook(
             model,
             pool,
             self._scheduler,
             self._runner.grammar_worker,
             self._config,
-            block_tokens=memory.geometry.block_tokens,
-            mover=KVMover(memory, model.rope_inv_freq),
+            memory=memory,
             find_namespace=find_namespace,
             post=self._post,
             fence=self._fence,

@@ -10,14 +10,17 @@ from remora.deployments.engine.draws import seed_of_request
 from remora.deployments.engine.messages import GenerationRequest
 from remora.deployments.engine.output import OutputText
 from remora.deployments.engine.sequence import Sequence
+from remora.kernels.base import KVMemory
 
 
 class LiveRequest:
     """A request and its choices. One computes the prompt; the others wait for its blocks."""
 
-    def __init__(self, request: GenerationRequest, namespace: EngineNamespace, now_s: float) -> None:
+    def __init__(self, request: GenerationRequest, namespace: EngineNamespace, memory: KVMemory, now_s: float) -> None:
+        """`memory`: where its KV lies as long as it lives, unless the namespace has a precision of its own."""
         self.request = request
         self.namespace = namespace
+        self.memory = namespace.memory or memory
         self.sequences: list[Sequence] = []
         self.submitted_s = now_s
         self.submitted_unix_ns = time.time_ns()

@@ -83,9 +83,15 @@ class PoolLink:
     """Engine thread only."""
 
     def __init__(
-        self, port: PoolPort, listener: PoolListener, config: EngineConfig, *, copy_block: Callable[[int, int], None]
+        self,
+        port: PoolPort,
+        listener: PoolListener,
+        config: EngineConfig,
+        *,
+        copy_block: Callable[[Sequence, int, int], None],
     ) -> None:
-        """`copy_block(source, target)` copies a block that only this engine writes, when it comes to lie elsewhere."""
+        """`copy_block(sequence, source, target)` copies a block that only the sequence writes, when it comes to lie
+        elsewhere."""
         self._port = port
         self._listener = listener
         self._copy_block = copy_block
@@ -120,6 +126,7 @@ class PoolLink:
                 session_id=request.session_id,
                 epoch=request.epoch,
                 priority=request.priority,
+                geometry_id=sequence.memory.geometry.geometry_id,
                 deadline_s=deadline_s,
             )
         )
@@ -250,7 +257,7 @@ class PoolLink:
             for item, sequence in known:
                 if sequence is not None and sequence.names(item.position, item.old_block):
                     if item.copy:
-                        self._copy_block(item.old_block, item.new_block)
+                        self._copy_block(sequence, item.old_block, item.new_block)
                     sequence.switch_block(item.position, item.new_block)
             self._port.send(Relocated(lease_id=_NO_LEASE, event_no=event.event_no))
 

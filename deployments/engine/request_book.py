@@ -20,6 +20,7 @@ from remora.deployments.engine.request_check import check_request
 from remora.deployments.engine.sampler import Sampled
 from remora.deployments.engine.scheduler import Scheduler
 from remora.deployments.engine.sequence import Phase, Sequence
+from remora.kernels.base import KVMemory
 from remora.kernels.mover import KVMover
 from remora.namespaces.commands import Admitted, OverQuota, Refused
 from remora.namespaces.sequence_commands import Edited
@@ -45,22 +46,22 @@ class RequestBook:
         grammar_worker: GrammarWorker,
         config: EngineConfig,
         *,
-        block_tokens: int,
-        mover: KVMover,
+        memory: KVMemory,
         find_namespace: FindNamespace,
         post: Callable[[Callable[[], None]], None],
         fence: Callable[[str], None],
     ) -> None:
-        """`post` runs a function in the engine's thread before its next step; `fence` stops the engine for good."""
+        """`memory`: the arena in the model's precision; `post` runs a function in the engine's thread before its next
+        step; `fence` stops the engine for good."""
         self._model = model
         self._scheduler = scheduler
         self._grammar_worker = grammar_worker
-        self._block_tokens = block_tokens
-        self._mover = mover
+        self._memory = memory
+        self._block_tokens = memory.geometry.block_tokens
         self._find_namespace = find_namespace
         self._post = post
         self._fence = fence
-        self.link = PoolLink(pool, self, config, copy_block=mover.copy_block)
+        self.link = PoolLink(pool, self, config, copy_block=lambda each, *places: self._mover(each).copy_block(*places))
         self.counters = EngineCounters()
         self.outbox = Outbox()
         self.live: dict[RequestId, LiveRequest] = {}
@@ -81,7 +82,7 @@ class RequestBook:
                 self._retire(sequence)
         try:
             max_tokens = check_request(request, self._model)
-            live = LiveRequest(request, self._find_namespace(request.namespace_id), now_s)
+            live = LiveRequest(request, self._find_namespace(request.namespace_id), self._memory, now_s)
             live.sequences = make_sequences(live, self._model, max_tokens=max_tokens, block_tokens=self._block_tokens)
         except Exception as error:  # a request that cannot be read must not stop those that can
             if not isinstance(error, RemoraError):
@@ -249,11 +250,14 @@ class RequestBook:
 
     # ---- contexts
 
+    def _mover(self, sequence: Sequence) -> KVMover:
+        return KVMover(sequence.memory, self._model.rope_inv_freq)
+
     def edit_contexts(self) -> None:
         """Takes out of running sequences what must leave them now."""
         for sequence in list(self._scheduler.running):
             if (removal := sequence.due_removal) is not None:
-                if self._mover.can_move:
+                if self._mover(sequence).can_move:
                     self.link.edit(sequence, removal)
                 else:
                     self.on_edit_refused(sequence, "the KV of this model cannot be moved")
@@ -261,7 +265,7 @@ class RequestBook:
     def on_edited(self, sequence: Sequence, edited: Edited) -> None:
         """Moves what is left, and goes on with it."""
         try:
-            self._mover.move(edited.moves)
+            self._mover(sequence).move(edited.moves)
         except Exception as error:  # whatever it is, it concerns this sequence
             _log.exception("the tokens of %s cannot be moved", sequence.sequence_id)
             self.fail(sequence, error)

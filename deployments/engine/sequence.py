@@ -26,6 +26,7 @@ from remora.deployments.engine.messages import FinishReason
 from remora.deployments.engine.output import OutputText, Step
 from remora.deployments.engine.sampler import SampleRow
 from remora.deployments.engine.spans import SequenceSpans
+from remora.kernels.base import KVMemory
 from remora.namespaces.commands import Seal
 from remora.namespaces.edits import Removal
 from remora.namespaces.hashing import edited_parent, next_hash
@@ -87,8 +88,10 @@ class Sequence:
         self.last_token_id = request.prompt_token_ids[-1]
         #: Chain hashes of the log's first full blocks; more are appended when they are needed.
         self.hashes: list[BlockHash] = []
-        if len(request.block_hashes) == self.horizon // block_tokens:
-            self.hashes.extend(request.block_hashes)
+        given = request.block_hashes
+        if len(given) == self.horizon // block_tokens and self.extend_hashes(len(given[:1])) == list(given[:1]):
+            # Else the router does not know yet in which precision the namespace is now: its root is another.
+            self.hashes.extend(given[1:])
 
         # ---- this run
         self.sequence_id: SequenceId | None = None
@@ -131,6 +134,11 @@ class Sequence:
         #: How often a request behind it in its namespace was taken before it.
         self.num_passed_over = 0
         self.arrival_no = 0
+
+    @property
+    def memory(self) -> KVMemory:
+        """Where its KV lies, in every run."""
+        return self.live.memory
 
     # ---- the token log
 

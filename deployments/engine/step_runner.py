@@ -1,5 +1,6 @@
 """One step's computing: batch, forward pass under the step lock, grammar masks beside it, sampling.
 
+A pass has one KV precision: sequences of several are computed one precision after the other, all in the same step.
 What breaks is kept to those who broke it: when a forward pass fails as a whole, each of its sequences runs alone once.
 A pass can be repeated: it writes the same KV to the same slots.
 """
@@ -23,7 +24,7 @@ from remora.deployments.engine.logits import Float32
 from remora.deployments.engine.sampler import LogSumExp, Sampled, Sampler, Weigh
 from remora.deployments.engine.scheduler import Scheduled
 from remora.deployments.engine.sequence import Sequence
-from remora.kernels.base import KVMemory
+from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.errors import KernelError
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Computed:
-    """A forward pass that is done but not yet counted."""
+    """Forward passes that are done but not yet counted."""
 
     #: What was computed; without those that failed.
     plan: list[Scheduled]
@@ -43,36 +44,39 @@ class Computed:
     #: Of that, waiting for the device's turn.
     turn_wait_s: float = 0.0
 
+    def with_own_logits(self) -> Computed:
+        """Itself, with logits that outlive the decoder's next pass."""
+        self.logits_RV = self.logits_RV.copy()
+        return self
+
 
 class StepRunner:
     """Engine thread only."""
 
-    def __init__(self, model: EngineModel, memory: KVMemory, gate: StepGate, config: EngineConfig) -> None:
-        block_tokens = memory.geometry.block_tokens
+    def __init__(self, model: EngineModel, gate: StepGate, config: EngineConfig) -> None:
+        self._model = model
         self._decoder = model.decoder
-        self._memory = memory
+        self._config = config
         self._gate = gate
-        self._filler = BatchFiller(
-            max_tokens=config.max_step_tokens,
-            max_sequences=config.max_num_seqs,
-            max_blocks=-(-(model.max_model_len + 1) // block_tokens),
-        )
+        #: One for each precision that has been computed in, so that rows of tables seldom change.
+        self._fillers: dict[KVGeometry, BatchFiller] = {}
         self._sampler = Sampler(model.vocab_size, *_native_rows())
         self._vocab_size = model.vocab_size
         self._turn_wait_s = 0.0
         self.grammar_worker = GrammarWorker(model.tokenizer, model.vocab_size)
 
     def compute(self, plan: list[Scheduled]) -> Computed:
-        """Runs the forward pass; waits for the device's turn. Errors of the decoder are in the result."""
+        """Runs the forward passes; waits for the device's turns. Errors of the decoder are in the result."""
         sampling = [scheduled.sequence for scheduled in plan if scheduled.wants_logits]
         masks = self._start_masks(sampling)
         started_s = time.perf_counter()
         self._turn_wait_s = 0.0
         try:
-            computed = self._forward(plan)
-        except Exception as error:  # a back-end's own errors as well as KernelError
-            _log.warning("a step of %d sequences failed: %s", len(plan), error, exc_info=True)
-            computed = self._compute_each_alone(plan, error)
+            parts = _by_precision(plan)
+            if len(parts) == 1:
+                computed = self._compute_part(plan)
+            else:
+                computed = _joined([self._compute_part(part).with_own_logits() for part in parts])
         finally:
             if masks is not None:
                 masks.result()
@@ -106,12 +110,31 @@ class StepRunner:
         matchers: list[GrammarMatcher] = [item.grammar for item in sampling if item.grammar is not None]
         return self.grammar_worker.fill_masks(matchers) if matchers else None
 
+    def _compute_part(self, plan: list[Scheduled]) -> Computed:
+        try:
+            return self._forward(plan)
+        except Exception as error:  # a back-end's own errors as well as KernelError
+            _log.warning("a step of %d sequences failed: %s", len(plan), error, exc_info=True)
+            return self._compute_each_alone(plan, error)
+
+    def _filler(self, geometry: KVGeometry) -> BatchFiller:
+        filler = self._fillers.get(geometry)
+        if filler is None:
+            filler = self._fillers[geometry] = BatchFiller(
+                max_tokens=self._config.max_step_tokens,
+                max_sequences=self._config.max_num_seqs,
+                max_blocks=-(-(self._model.max_model_len + 1) // geometry.block_tokens),
+            )
+        return filler
+
     def _forward(self, plan: list[Scheduled]) -> Computed:
-        batch = self._filler.fill(plan)
+        """One pass over sequences of one precision. Its logits are valid until the next."""
+        memory = plan[0].sequence.memory
+        batch = self._filler(memory.geometry).fill(plan)
         asked_s = time.perf_counter()
         with self._gate.turn():
             self._turn_wait_s += time.perf_counter() - asked_s
-            logits_RV = self._decoder.forward(batch, self._memory)
+            logits_RV = self._decoder.forward(batch, memory)
         if logits_RV.shape != (batch.num_logit_rows, self._vocab_size):
             raise KernelError(
                 f"logits of shape {logits_RV.shape} instead of {(batch.num_logit_rows, self._vocab_size)}"
@@ -164,6 +187,23 @@ class StepRunner:
             logits_RV=np.concatenate(rows) if rows else np.empty((0, self._vocab_size), np.float32),
             failed=failed,
         )
+
+
+def _by_precision(plan: list[Scheduled]) -> list[list[Scheduled]]:
+    """The plan by the precision of its sequences, each in the plan's order."""
+    parts: dict[KVGeometry, list[Scheduled]] = {}
+    for scheduled in plan:
+        parts.setdefault(scheduled.sequence.memory.geometry, []).append(scheduled)
+    return [*parts.values()]
+
+
+def _joined(parts: list[Computed]) -> Computed:
+    return Computed(
+        plan=[scheduled for part in parts for scheduled in part.plan],
+        sampling=[sequence for part in parts for sequence in part.sampling],
+        logits_RV=np.concatenate([part.logits_RV for part in parts]),
+        failed=[failure for part in parts for failure in part.failed],
+    )
 
 
 def _native_rows() -> tuple[LogSumExp | None, Weigh | None]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from remora.deployments.models.refusals import refuse
 from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch
-from remora.kernels.layout import BlockLayout
+from remora.kernels.layout import BlockLayout, Layouts
 from remora.kernels.reference.attention import paged_attention
 from remora.kernels.reference.kv_view import KVView
 from remora.kernels.reference.store_kv import store_kv
@@ -159,7 +159,7 @@ class TransformersDecoder:
     def __init__(self, model: Any, geometry: KVGeometry, num_threads: int) -> None:
         """`model`: loaded with attn_implementation=ATTENTION_NAME and checked by trace_attention."""
         self._model = model
-        self._layout = BlockLayout(geometry)
+        self._layouts = Layouts(geometry)
         self._num_threads = num_threads
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -172,15 +172,18 @@ class TransformersDecoder:
     def name(self) -> str:
         return f"transformers-{self._model.config.model_type}"
 
+    def check_geometry(self, geometry: KVGeometry) -> None:
+        """Raises KernelError for a geometry that differs from the model's in more than precision."""
+        self._layouts.find(geometry)
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
         """Stores the step's K/V in `memory` and returns logits_RV, valid until the next call.
 
         Raises KernelError, before anything is written, for a block index outside the memory, a token outside the
-        vocabulary or a geometry that does not fit.
+        vocabulary or a geometry as in check_geometry.
         """
-        if memory.geometry != self._layout.geometry:
-            raise KernelError(f"memory of geometry {memory.geometry}, decoder of {self._layout.geometry}")
+        layout = self._layouts.find(memory.geometry)
         # torch keeps the number of threads per calling thread, and engines run in a thread of their own.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
@@ -191,7 +194,7 @@ class TransformersDecoder:
         positions = torch.from_numpy(batch.positions_T[:num_tokens]).long()
         rows = torch.from_numpy(batch.logit_rows_R[: batch.num_logit_rows]).long()
         options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
-        step = self._prepare(batch, memory, positions)
+        step = self._prepare(batch, layout, memory, positions)
         token = _STEP.set(step)
         try:
             output = self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **options)
@@ -203,8 +206,8 @@ class TransformersDecoder:
         result: NDArray[np.float32] = logits.to(torch.float32).contiguous().numpy()
         return result
 
-    def _prepare(self, batch: StepBatch, memory: KVMemory, positions: torch.Tensor) -> _Step:
-        block_tokens = self._layout.block_tokens
+    def _prepare(self, batch: StepBatch, layout: BlockLayout, memory: KVMemory, positions: torch.Tensor) -> _Step:
+        block_tokens = layout.block_tokens
         block_T = torch.empty(batch.num_tokens, dtype=torch.long)
         sequences = []
         for row in range(batch.num_sequences):
@@ -214,11 +217,11 @@ class TransformersDecoder:
             if num_columns > batch.block_table_SB.shape[1]:
                 raise KernelError(f"{context_len} tokens need {num_columns} columns of the block table")
             columns = batch.block_table_SB[row, :num_columns]
-            self._layout.check_blocks(memory.data, columns)
+            layout.check_blocks(memory.data, columns)
             blocks = torch.from_numpy(columns).long()
             block_T[rows] = blocks[positions[rows] // block_tokens]
             sequences.append((rows, blocks, context_len))
-        kv = KVView(self._layout, memory.data)
+        kv = KVView(layout, memory.data)
         return _Step(
             kv=kv,
             block_T=block_T,

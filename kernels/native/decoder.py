@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from remora.kernels.base import DecoderShape, KVMemory, Weights
 from remora.kernels.batch import StepBatch
 from remora.kernels.grouped import GroupedTensor, group_rows
+from remora.kernels.layout import BlockLayout
 from remora.kernels.native.library import (
     DTYPES,
     LEVELS,
@@ -59,7 +60,7 @@ class NativeDecoder:
         self._library = load_library()
         self._functions = self._library.functions
         self._shape, self._geometry = shape, geometry
-        self._arena = _arena_struct(shape, geometry)
+        self._arenas = {geometry: _arena_struct(shape, geometry)}
         self._step = StepStruct()
         cores = worker_cores(num_threads)
         self._handle = self._functions.remora_decoder_create(
@@ -137,23 +138,35 @@ class NativeDecoder:
             )
         )
 
+    def check_geometry(self, geometry: KVGeometry) -> None:
+        """Raises KernelError for a geometry that differs from the decoder's in more than precision or is not served."""
+        self._arena_of(geometry)
+
+    def _arena_of(self, geometry: KVGeometry) -> ArenaStruct:
+        arena = self._arenas.get(geometry)
+        if arena is None:
+            if not self._geometry.differs_in_precision_only(geometry):
+                raise KernelError(f"memory of geometry {geometry}, decoder of {self._geometry}")
+            arena = self._arenas[geometry] = _arena_struct(self._shape, geometry)
+        return arena
+
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
         """Stores the step's K/V in `memory` and returns logits_RV, valid until the next call.
 
         Raises KernelError, before anything is written, for a block index outside the memory, a token outside the
-        vocabulary or a geometry that does not fit the shape. Marks sequences in `batch.not_finite_S`.
+        vocabulary or a geometry as in check_geometry. Marks sequences in `batch.not_finite_S`.
         """
-        if memory.geometry != self._geometry:
-            raise KernelError(f"memory of geometry {memory.geometry}, decoder of {self._geometry}")
-        self._point_at(batch, memory.data)
+        arena = self._arena_of(memory.geometry)
+        arena.data, arena.data_bytes = memory.data.ctypes.data, memory.data.nbytes
+        self._point_at(batch)
         batch.not_finite_S[: batch.num_sequences] = 0
-        logits = self._functions.remora_decoder_run(self._handle, ctypes.byref(self._step), ctypes.byref(self._arena))
+        logits = self._functions.remora_decoder_run(self._handle, ctypes.byref(self._step), ctypes.byref(arena))
         if not logits:
             raise self._library.error()
         values = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(values, shape=(batch.num_logit_rows, self._shape.vocab_size))
 
-    def _point_at(self, batch: StepBatch, data: NDArray[np.uint8]) -> None:
+    def _point_at(self, batch: StepBatch) -> None:
         step = self._step
         step.token_ids = batch.token_ids_T.ctypes.data
         step.positions = batch.positions_T.ctypes.data
@@ -166,8 +179,6 @@ class NativeDecoder:
         step.num_logit_rows = batch.num_logit_rows
         step.table_stride = batch.block_table_SB.shape[1]
         step.not_finite = batch.not_finite_S.ctypes.data
-        self._arena.data = data.ctypes.data
-        self._arena.data_bytes = data.nbytes
 
 
 def _shape_struct(shape: DecoderShape, *, tied_head: bool) -> ShapeStruct:
@@ -195,8 +206,7 @@ def _shape_struct(shape: DecoderShape, *, tied_head: bool) -> ShapeStruct:
 
 def _arena_struct(shape: DecoderShape, geometry: KVGeometry) -> ArenaStruct:
     """The part of the arena that stays the same. Raises KernelError when the geometry does not fit the shape."""
-    if len(geometry.groups) != 1:
-        raise KernelError(f"{len(geometry.groups)} layer groups: only one group of full attention is served")
+    BlockLayout(geometry)  # raises for what no kernel serves
     group = geometry.groups[0]
     fits = (group.num_layers, group.num_kv_heads, group.head_dim)
     if fits != (shape.num_layers, shape.num_kv_heads, shape.head_dim):

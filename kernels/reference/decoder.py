@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from remora.kernels.base import DecoderShape, KVMemory, Weights
 from remora.kernels.batch import StepBatch
 from remora.kernels.grouped import GroupedTensor
-from remora.kernels.layout import BlockLayout
+from remora.kernels.layout import BlockLayout, Layouts
 from remora.kernels.reference.attention import paged_attention
 from remora.kernels.reference.kv_view import KVView
 from remora.kernels.reference.linear import make_linear
@@ -63,12 +63,13 @@ class TorchDecoder:
     def __init__(self, shape: DecoderShape, weights: Weights, geometry: KVGeometry, num_threads: int) -> None:
         """Raises KernelError when geometry or weights do not fit the shape."""
         self._shape = shape
-        self._layout = BlockLayout(geometry)
+        self._layouts = Layouts(geometry)
         self._num_threads = num_threads
-        fits = (
-            self._layout.num_layers == shape.num_layers
-            and self._layout.num_kv_heads == shape.num_kv_heads
-            and self._layout.head_dim == shape.head_dim
+        own = self._layouts.own
+        fits = (own.num_layers, own.num_kv_heads, own.head_dim) == (
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
         )
         if not fits or shape.num_attention_heads % shape.num_kv_heads:
             raise KernelError(f"KV geometry {geometry} does not fit {shape}")
@@ -131,15 +132,18 @@ class TorchDecoder:
             down=self._linear(prefix + "down", bias("down_bias", shape.mlp_bias), hidden, inner),
         )
 
+    def check_geometry(self, geometry: KVGeometry) -> None:
+        """Raises KernelError for a geometry that differs from the model's in more than precision."""
+        self._layouts.find(geometry)
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
         """Stores the step's K/V in `memory` and returns logits_RV, valid until the next call.
 
         Raises KernelError, before anything is written, for a block index outside the memory, a token outside the
-        vocabulary or a geometry that does not fit the shape.
+        vocabulary or a geometry as in check_geometry.
         """
-        if memory.geometry != self._layout.geometry:
-            raise KernelError(f"memory of geometry {memory.geometry}, decoder of {self._layout.geometry}")
+        layout = self._layouts.find(memory.geometry)
         # torch keeps the number of threads per calling thread, and engines run in a thread of their own.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
@@ -147,8 +151,8 @@ class TorchDecoder:
         token_ids = torch.from_numpy(batch.token_ids_T[:num_tokens]).long()
         if num_tokens and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._shape.vocab_size:
             raise KernelError(f"a token id lies outside the vocabulary of {self._shape.vocab_size}")
-        step = self._prepare(batch, memory)
-        kv = KVView(self._layout, memory.data)
+        step = self._prepare(batch, layout, memory)
+        kv = KVView(layout, memory.data)
         hidden = self._embed[token_ids].to(torch.float32)
         for index, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.input_norm, self._shape.rms_norm_eps)
@@ -163,8 +167,8 @@ class TorchDecoder:
         result: NDArray[np.float32] = logits.numpy()
         return result
 
-    def _prepare(self, batch: StepBatch, memory: KVMemory) -> _Step:
-        block_tokens = self._layout.block_tokens
+    def _prepare(self, batch: StepBatch, layout: BlockLayout, memory: KVMemory) -> _Step:
+        block_tokens = layout.block_tokens
         positions = torch.from_numpy(batch.positions_T[: batch.num_tokens]).long()
         cos, sin = rope_tables(positions, self._inv_freq, self._shape.rope_attention_factor)
         block_T = torch.empty(batch.num_tokens, dtype=torch.long)
@@ -176,7 +180,7 @@ class TorchDecoder:
             if num_columns > batch.block_table_SB.shape[1]:
                 raise KernelError(f"{context_len} tokens need {num_columns} columns of the block table")
             columns = batch.block_table_SB[row, :num_columns]
-            self._layout.check_blocks(memory.data, columns)
+            layout.check_blocks(memory.data, columns)
             blocks = torch.from_numpy(columns).long()
             block_T[rows] = blocks[positions[rows] // block_tokens]
             sequences.append((rows, blocks, context_len))

@@ -27,8 +27,9 @@ from remora.deployments.models.token_pieces import byte_alphabet
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.kernels.base import Decoder, KVMemory
 from remora.kernels.batch import StepBatch
+from remora.kernels.layout import V_SIDE, BlockLayout
 from remora.namespaces.edits import ContextOutcome, ContextPlan
-from remora.namespaces.geometry import KVGeometry, LayerGroup
+from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root, sharing_domain
 from remora.platform.base.clock import Clock, ManualClock
 from remora.platform.base.errors import KernelError, NotFound
@@ -69,6 +70,9 @@ class FakeDecoder:
     name = "fake"
     batch_invariant = True
 
+    def check_geometry(self, geometry: KVGeometry) -> None:
+        """Whatever has V in fp32."""
+
     def __init__(self) -> None:
         self.logits_of: Callable[[NDArray[np.int32]], NDArray[np.float32]] = history_logits
         #: Called with the history of each row; may raise.
@@ -81,8 +85,9 @@ class FakeDecoder:
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
         geometry = memory.geometry
         slots = memory.data[: len(memory.data) // geometry.block_bytes * geometry.block_bytes]
-        # The first value of each token's V: what moves with the token and is not rotated.
-        slots_BT = slots.reshape(-1, geometry.block_bytes).view(np.int32)[:, 8 * geometry.block_tokens :: 8]
+        # The first value of each token's V, in fp32: what moves with the token and is not rotated.
+        first = BlockLayout(geometry).offset_bytes(block=0, layer=0, side=V_SIDE) // 4
+        slots_BT = slots.reshape(-1, geometry.block_bytes).view(np.int32)[:, first::8][:, : geometry.block_tokens]
         self.steps.append(np.diff(batch.query_start_S[: batch.num_sequences + 1]).tolist())
         wanted = set(batch.logit_rows_R[: batch.num_logit_rows].tolist())
         out, written = [], set()
@@ -144,8 +149,10 @@ class Harness:
         model: Any = None,
         geometry: KVGeometry = FAKE_GEOMETRY,
         num_blocks: int = 64,
+        num_extents: int = 1,
         namespaces: Mapping[str, int | None] | None = None,
         weights: Mapping[str, float] | None = None,
+        precisions: Mapping[str, KVPrecision] | None = None,
         delivery: Delivery = "inline",
         seed: int = 0,
         clock: Clock | None = None,
@@ -164,8 +171,12 @@ class Harness:
             clock=self.clock,
             delivery=delivery,
             seed=seed,
+            num_extents=num_extents,
         )
         self.weights = dict(weights or {})
+        #: Of namespaces that have their own; may change at any time.
+        self.precisions = dict(precisions or {})
+        self._memories: dict[KVPrecision, KVMemory] = {}
         self.outputs: dict[tuple[str, int], Output] = {}
         self.deltas: list[TokenDelta] = []
         self.fenced: list[str] = []
@@ -183,12 +194,29 @@ class Harness:
         )
 
     def root(self, namespace: str) -> Any:
-        return chain_root(FINGERPRINT, sharing_domain(NamespaceId(namespace), "", ""))
+        return chain_root(self.fingerprint(namespace), sharing_domain(NamespaceId(namespace), "", ""))
+
+    def fingerprint(self, namespace: str) -> bytes:
+        precision = self.precisions.get(namespace)
+        return FINGERPRINT if precision is None else FINGERPRINT + "/".join(precision).encode()
+
+    def _memory(self, namespace: str) -> KVMemory | None:
+        precision = self.precisions.get(namespace)
+        if precision is None:
+            return None
+        if precision not in self._memories:
+            geometry = self.geometry.with_precision(precision)
+            self._memories[precision] = self.pool.add_format(geometry, self.fingerprint(namespace))
+        return self._memories[precision]
 
     def _find_namespace(self, namespace_id: NamespaceId) -> EngineNamespace:
         if namespace_id not in self.namespaces:
             raise NotFound(f"no namespace {namespace_id}")
-        return EngineNamespace(root=self.root(namespace_id), weight=self.weights.get(namespace_id, 1.0))
+        return EngineNamespace(
+            root=self.root(namespace_id),
+            weight=self.weights.get(namespace_id, 1.0),
+            memory=self._memory(namespace_id),
+        )
 
     def _receive(self, router_id: RouterId, deltas: tuple[TokenDelta, ...]) -> None:
         for delta in deltas:

@@ -110,3 +110,15 @@ def test_a_sampled_text_goes_on_the_same_after_a_failover(harness) -> None:
     whole = alone(harness, prompt, **sampling)
     for num_given in (1, 13, 29):
         assert harness().run(prompt, given=(tuple(whole[:num_given]),), **sampling).token_ids == whole
+
+
+def test_a_block_outside_the_arena_ends_the_sequence_that_names_it_and_no_other(harness) -> None:
+    one = harness()
+    bad, good = (one.submit(prompt, max_tokens=12) for prompt in prompts(2))
+    one.engine.step()
+    broken = one.engine._scheduler.running[0]
+    broken.switch_block(0, 12345)
+    one.finish()
+    assert one.outputs[bad, 0].error == "KernelError"
+    assert "block 12345" in one.outputs[bad, 0].error_message
+    assert one.outputs[good, 0].token_ids == alone(harness, prompts(2)[1], max_tokens=12)

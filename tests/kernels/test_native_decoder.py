@@ -157,6 +157,23 @@ def test_logits_over_quantised_kv_equal_those_of_the_reference(level: str, kv: s
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
+def test_one_decoder_computes_each_step_in_the_precision_of_its_memory(own_build: None, backend: str) -> None:
+    def make(kv: str) -> NativeDecoder | TorchDecoder:
+        if backend == "native":
+            return make_native(LLAMA, kv=kv)
+        return TorchDecoder(LLAMA, make_weights(LLAMA), make_geometry(LLAMA, kv), 1)
+
+    tokens, blocks, one = random_tokens(LLAMA, 20), np.array([2, 0], np.int32), make("bf16")
+    for kv in ("int8", "bf16", "int8/int4", "int8"):
+        geometry = make_geometry(LLAMA, kv)
+        one.check_geometry(geometry)
+        expected = run(make(kv), Memory(geometry, 3), tokens, blocks, [20])
+        assert (run(one, Memory(geometry, 3), tokens, blocks, [20]) == expected).all(), kv
+    with pytest.raises(KernelError, match="geometry"):
+        one.check_geometry(make_geometry(LLAMA, "int8", block_tokens=32))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
 def test_a_sequence_whose_kv_is_not_finite_is_named_and_spoils_no_other(own_build: None, backend: str, kv: str) -> None:
     weights = make_weights(LLAMA)

@@ -105,7 +105,7 @@ def make_decoder(
 
 
 def geometry_of(decoder: TorchDecoder) -> KVGeometry:
-    return decoder._layout.geometry
+    return decoder._layouts.own.geometry
 
 
 def expected_logits(model: transformers.PreTrainedModel, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
