@@ -22,6 +22,7 @@ from remora.cache_actors.pool_settings import PoolSettings
 from remora.cache_actors.stale_files import journal_path
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, Refused, SetQuota
 from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
+from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.quota_changes import quota_changes
 from remora.namespaces.report import LeaseReport, PoolReport
@@ -96,6 +97,9 @@ class DurablePool:
 
     def lease(self, lease_id: LeaseId) -> LeaseReport | None:
         return next((lease for lease in self._state.leases() if lease.lease_id == lease_id), None)
+
+    def kv_precisions(self) -> dict[NamespaceId, KVPrecision | None]:
+        return self._state.kv_precisions()
 
     def has_waiting(self) -> bool:
         """Whether any admission is parked, so that time must be let pass."""

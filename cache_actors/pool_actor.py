@@ -122,6 +122,10 @@ class PoolActor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waker.wait(), rest_s)
 
+    async def kv_precisions(self) -> bytes:
+        """KVPrecisions: what new sequences of each namespace should have."""
+        return msgspec.msgpack.encode(self._pool.kv_precisions())
+
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     async def describe(self) -> PoolDescription:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from remora.cache_actors.pool_messages import PoolBinding
+from remora.cache_actors.pool_messages import KVPrecisions, PoolBinding
 from remora.platform.base.errors import ArenaError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,16 @@ async def until_answered(call: Callable[[], Any]) -> bytes:
             logger.warning("the pool cannot be reached, trying again: %s", str(error).partition("\n")[0])
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+
+async def ask_kv_precisions(pool: Any, *, timeout_s: float) -> KVPrecisions:
+    """What the pool says of its namespaces. Raises Unavailable when it does not answer in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await until_answered(pool.kv_precisions.remote)
+    except (RayError, TimeoutError) as error:
+        raise Unavailable(f"the pool does not answer: {str(error).partition(chr(10))[0]}") from None
+    return msgspec.msgpack.decode(answer, type=KVPrecisions)
 
 
 async def await_pool(pool: Any) -> PoolBinding:

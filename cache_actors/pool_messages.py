@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent
+from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.report import PoolReport
-from remora.platform.base.ids import LeaseId, PoolId
+from remora.platform.base.ids import LeaseId, NamespaceId, PoolId
 
 
 class PoolBinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,10 @@ class PoolBinding(msgspec.Struct, frozen=True, kw_only=True):
     device_uuid: str = ""
     #: CUDA IPC handle of the allocation.
     ipc_handle: bytes = b""
+
+
+#: Precision of K and V by namespace; None: that of its model.
+KVPrecisions = dict[NamespaceId, KVPrecision | None]
 
 
 class CallReply(msgspec.Struct, frozen=True, kw_only=True):

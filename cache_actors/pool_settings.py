@@ -61,6 +61,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
                     ),
                     tenant=namespace.tenant,
                     share_group=namespace.share_group,
+                    kv_precision=namespace.kv_precisions,
                 )
                 for model in config.models
                 if model.device == device_name

@@ -50,12 +50,14 @@ class FeedHub:
         *,
         on_abandoned: Callable[[Sequence[RequestId]], None],
         load_tokens: Callable[[], int],
+        card_no: Callable[[], int] = lambda: 0,
         heartbeat_s: float = HEARTBEAT_S,
         max_router_silence_s: float = MAX_ROUTER_SILENCE_S,
     ) -> None:
         self._replica_id = replica_id
         self._on_abandoned = on_abandoned
         self._load_tokens = load_tokens
+        self._card_no = card_no
         self._heartbeat_s = heartbeat_s
         self._max_router_silence_s = max_router_silence_s
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -117,6 +119,11 @@ class FeedHub:
     def num_open(self) -> int:
         return len(self._feeds)
 
+    def wake_all(self) -> None:
+        """Lets every router have a message now."""
+        for feed in self._feeds.values():
+            feed.wake.set()
+
     async def messages(self, router_id: RouterId) -> AsyncIterator[FeedMessage]:
         """The router's feed until it is closed or superseded; closing the iterator closes the feed."""
         self.close(router_id)
@@ -131,6 +138,7 @@ class FeedHub:
                     message_no=feed.message_no,
                     deltas=deltas,
                     load_tokens=self._load_tokens(),
+                    card_no=self._card_no(),
                 )
                 feed.message_no += 1
                 if not feed.deltas:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from remora.platform.base.ids import ModelId, PoolId, ReplicaId
+from remora.platform.base.ids import ModelId, NamespaceId, PoolId, ReplicaId
+
+
+class NamespaceCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What depends on the KV precision that new requests of a namespace get."""
+
+    #: KV fingerprint: root of the block hashes that the router computes (namespaces/hashing.py).
+    fingerprint: bytes
+    block_bytes: int
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,7 +21,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     replica_id: ReplicaId
     model_id: ModelId
     pool_id: PoolId
-    #: KV fingerprint: root of the block hashes that the router computes (namespaces/hashing.py).
+    #: In the model's own KV precision.
     fingerprint: bytes
     block_tokens: int
     block_bytes: int
@@ -26,3 +34,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     decoder: str
     weights: str
     pid: int
+    #: Each namespace may have a precision of its own.
+    namespaces: dict[NamespaceId, NamespaceCard] = {}
+    #: Changes with the above: feed messages say which is the present one.
+    card_no: int = 0
+
+    def of(self, namespace_id: NamespaceId) -> NamespaceCard:
+        """What the namespace has; the model's own where nothing else is said."""
+        own = self.namespaces.get(namespace_id)
+        return own or NamespaceCard(fingerprint=self.fingerprint, block_bytes=self.block_bytes)

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from remora.cache_actors.pool_actor import find_pools
 from remora.cache_actors.pool_messages import PoolBinding, PoolDescription
 from remora.namespaces.commands import Compacted, Quota, Refused, Trimmed
+from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.quota_changes import change_of, quota_of
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.errors import InvalidRequest, Unavailable
@@ -43,14 +44,19 @@ class ClusterPools:
         described = await asyncio.gather(*(_try(_describe(pool)) for pool in pools))
         return [(pool, each) for pool, each in zip(pools, described, strict=True) if each is not None]
 
-    async def set_quota(self, namespace_id: NamespaceId, change: Callable[[Quota], Quota]) -> None:
-        """Changes the quota of a namespace in every pool that has it, or in none.
+    async def set_quota(
+        self, namespace_id: NamespaceId, change: Callable[[Quota], Quota], kv_precision: KVPrecision | None = None
+    ) -> None:
+        """Changes the quota of a namespace, and its precision if one is given, in every pool that has it, or in none.
 
         Raises InvalidRequest with the pool's reason, Unavailable when no pool that has it answers.
         """
         done: list[tuple[Any, NamespaceReport]] = []
         for pool, _, report in await self._holders(namespace_id):
-            answer = await _ask(pool.set_quota.remote(change_of(report, change(quota_of(report)))))
+            command = change_of(report, change(quota_of(report)))
+            if kv_precision is not None:
+                command = msgspec.structs.replace(command, kv_precision=kv_precision)
+            answer = await _ask(pool.set_quota.remote(command))
             if isinstance(answer, Refused):
                 for changed, before in reversed(done):
                     await _ask(changed.set_quota.remote(change_of(before, quota_of(before))))

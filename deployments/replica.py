@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Never
 
@@ -21,6 +22,7 @@ import ray
 from ray import serve
 
 from remora.cache_actors.pool_actor import get_or_create_pool
+from remora.cache_actors.pool_calls import ask_kv_precisions
 from remora.cache_actors.pool_client import PoolClient
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.registry import get_or_create_registry
@@ -35,7 +37,9 @@ from remora.deployments.engine.messages import GenerationRequest
 from remora.deployments.feed import FeedHub
 from remora.deployments.model_card import ModelCard
 from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.stall import StallWatch
+from remora.namespaces.geometry import Precision
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import Unavailable
@@ -46,6 +50,8 @@ from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
 
 logger = logging.getLogger(__name__)
 
+#: Longest wait for a pool that says which precisions its namespaces have.
+_PRECISIONS_TIMEOUT_S = 5.0
 #: Exit status of a replica whose lease is lost.
 EXIT_LEASE_LOST = 70
 
@@ -87,10 +93,22 @@ class ModelReplica:
             reserved_bytes=self._model.weights_bytes,
             on_lost=self._die,
         )
+        self._formats = NamespaceFormats(
+            self._model,
+            self._model_config,
+            self._lease,
+            self._catalog.namespaces_of[ModelId(model_name)],
+            ask=partial(ask_kv_precisions, pool, timeout_s=_PRECISIONS_TIMEOUT_S),
+            state_dir=state_dir,
+        )
+        await self._formats.start()
         weight = sum(namespace.weight for namespace in config.namespaces_of(model_name))
         self._gate = StepLock(Path(self._lease.binding.step_lock_path), weight=weight)
         self._hub = FeedHub(
-            self.replica_id, on_abandoned=self._cancel_all, load_tokens=lambda: self._engine.load_tokens
+            self.replica_id,
+            on_abandoned=self._cancel_all,
+            load_tokens=lambda: self._engine.load_tokens,
+            card_no=lambda: self._formats.version,
         )
         self._engine = Engine(
             self._model,
@@ -116,14 +134,21 @@ class ModelReplica:
 
     def _find_namespace(self, namespace_id: NamespaceId) -> EngineNamespace:
         own = self._catalog.find_namespace(ModelId(self._model.name), namespace_id)
+        memory, fingerprint = self._formats.find(own)
         return EngineNamespace(
-            root=self._catalog.chain_root(own, self._model.fingerprint), weight=self._catalog.namespaces[own].weight
+            root=self._catalog.chain_root(own, fingerprint),
+            weight=self._catalog.namespaces[own].weight,
+            memory=memory,
         )
 
     # ---- called by routers -------------------------------------------------------------------------------------------
 
     async def describe(self, *, target: str) -> bytes:
         """ModelCard."""
+        try:
+            await self._formats.refresh()
+        except Unavailable as error:
+            logger.warning("the precisions of namespaces stay as they are known: %s", error)
         return _encoder.encode(
             ModelCard(
                 replica_id=self.replica_id,
@@ -138,8 +163,24 @@ class ModelReplica:
                 decoder=self._model.decoder.name,
                 weights=self._model_config.weights,
                 pid=os.getpid(),
+                namespaces=self._formats.cards(),
+                card_no=self._formats.version,
             )
         )
+
+    async def prepare_precision(
+        self, namespace_id: str, k_precision: Precision, v_precision: Precision, *, target: str
+    ) -> bytes:
+        """Makes sure that a namespace could have this precision. Raises ModelError, KernelError, PoolError."""
+        own = self._catalog.find_namespace(ModelId(self._model.name), namespace_id)
+        await self._formats.prepare(own, (k_precision, v_precision))
+        return b""
+
+    async def refresh_namespaces(self, *, target: str) -> bytes:
+        """Takes over the precisions that the pool says namespaces have. Raises Unavailable."""
+        await self._formats.refresh()
+        self._hub.wake_all()
+        return b""
 
     async def submit(self, data: bytes, *, target: str) -> bytes:
         """Takes a list of GenerationRequest. Raises Unavailable for a router without an open feed."""

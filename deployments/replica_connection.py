@@ -29,7 +29,9 @@ _MAX_RETRY_S = 1.0
 class ConnectionOwner(Protocol):
     """What a connection tells the router. Called on the router's loop."""
 
-    def on_connected(self, connection: ReplicaConnection) -> None: ...
+    def on_connected(self, connection: ReplicaConnection) -> None:
+        """It has a card; said again when the card has changed."""
+        ...
 
     def on_message(self, connection: ReplicaConnection, message: FeedMessage) -> None: ...
 
@@ -185,6 +187,10 @@ class ReplicaConnection:
                 self._owner.on_connected(self)
             if message.deltas:
                 self._owner.on_message(self, message)
+            if self.card is not None and message.card_no != self.card.card_no:
+                async with asyncio.timeout(self._call_timeout_s):
+                    self.card = await self.link.describe()
+                self._owner.on_connected(self)
 
 
 #: Makes the link to a replica that the directory lists.

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest
 from remora.deployments.model_card import ModelCard
-from remora.platform.base.ids import RequestId, RouterId
+from remora.namespaces.geometry import KVPrecision
+from remora.platform.base.ids import NamespaceId, RequestId, RouterId
 
 
 class ReplicaLink(Protocol):
@@ -39,6 +40,15 @@ class ReplicaLink(Protocol):
 
     async def drain(self, draining: bool) -> None:
         """Tells the replica to take nothing new (or to take requests again); it tells the directory."""
+        ...
+
+    async def prepare_precision(self, namespace_id: NamespaceId, kv_precision: KVPrecision) -> None:
+        """Makes sure that a namespace could have its KV in this precision, without giving it. Raises ModelError when it
+        failed its accuracy gate, KernelError or PoolError when it cannot be had."""
+        ...
+
+    async def refresh_namespaces(self) -> None:
+        """Lets new requests have the precisions that the pool says namespaces have."""
         ...
 
     async def stats(self) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class RouterCore:
         if sampling.seed is None:
             # Drawn here and not by a replica, so that a resumed request continues the same random stream.
             sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
-        root = self.catalog.chain_root(job.namespace_id, card.fingerprint)
+        root = self.catalog.chain_root(job.namespace_id, card.of(job.namespace_id).fingerprint)
         context = job.context or ContextPlan()
         hashed = job.prompt_token_ids[: context.horizon(len(job.prompt_token_ids), card.max_model_len)]
         request = GenerationRequest(

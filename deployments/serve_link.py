@@ -16,8 +16,9 @@ from ray.serve.exceptions import RayServeException
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest
 from remora.deployments.model_card import ModelCard
 from remora.deployments.targeting import TARGET
+from remora.namespaces.geometry import KVPrecision
 from remora.platform.base.errors import RemoraError, Unavailable
-from remora.platform.base.ids import ReplicaId, RequestId, RouterId
+from remora.platform.base.ids import NamespaceId, ReplicaId, RequestId, RouterId
 
 Result = TypeVar("Result")
 
@@ -48,6 +49,12 @@ class ServeLink:
 
     async def drain(self, draining: bool) -> None:
         await self._call("drain", draining)
+
+    async def prepare_precision(self, namespace_id: NamespaceId, kv_precision: KVPrecision) -> None:
+        await self._call("prepare_precision", namespace_id, *kv_precision)
+
+    async def refresh_namespaces(self) -> None:
+        await self._call("refresh_namespaces")
 
     async def stats(self) -> dict[str, Any]:
         return dict(msgspec.msgpack.decode(await self._call("stats")))

@@ -28,7 +28,7 @@ class SessionContext:
             return
         policy = state.context
         if policy.cache_limit_bytes is not None:
-            held = policy.cache_limit_bytes // card.block_bytes * card.block_tokens
+            held = policy.cache_limit_bytes // card.of(state.namespace_id).block_bytes * card.block_tokens
             if held < _MIN_LIMIT_TOKENS:
                 raise InvalidRequest(
                     f"session_id: the session's cache_limit of {policy.cache_limit_bytes} bytes holds {held} tokens of "

@@ -39,6 +39,7 @@ from remora.namespaces.commands import (
 )
 from remora.namespaces.compaction import Compaction
 from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
+from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.growth import Growth
 from remora.namespaces.leases import Lease
 from remora.namespaces.membership import Membership
@@ -174,6 +175,10 @@ class PoolState:
     def used_bytes(self) -> dict[NamespaceId, int]:
         """What each namespace's running sequences hold; much cheaper than `describe`."""
         return {name: namespace.used_bytes for name, namespace in self._parts.book.namespaces.items()}
+
+    def kv_precisions(self) -> dict[NamespaceId, KVPrecision | None]:
+        """The precision of each namespace's KV, that of its tree; None: its model's."""
+        return {name: namespace.path()[0].kv_precision for name, namespace in self._parts.book.namespaces.items()}
 
     def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
         """How many of the first blocks of a chain are indexed, whoever asks; changes nothing."""

@@ -100,13 +100,17 @@ class VerdictStore:
             return None
 
 
-def check_gate(model: ModelConfig, geometry: KVGeometry, fingerprint: bytes, state_dir: Path) -> None:
-    """Raises ModelError for a model whose precision was measured and failed, unless `force_precision` is set.
+def check_gate(
+    model: ModelConfig, geometry: KVGeometry, fingerprint: bytes, state_dir: Path, *, namespace: str = ""
+) -> None:
+    """Raises ModelError for a model, or a namespace of it, whose precision was measured and failed, unless the model's
+    `force_precision` is set.
 
     Integers that were never measured are served, with a line in the log that says how to measure them.
     """
     group = geometry.groups[0]
     words = f"weights {model.weights}, K {group.k_precision}, V {group.v_precision}"
+    whose = f"namespaces.{namespace} (model {model.name})" if namespace else f"models.{model.name}"
     verdict = VerdictStore(state_dir).load(fingerprint)
     if verdict is None:
         if {model.weights, group.k_precision, group.v_precision} & {"int8", "int4"}:
@@ -118,10 +122,13 @@ def check_gate(model: ModelConfig, geometry: KVGeometry, fingerprint: bytes, sta
         return
     change = verdict.perplexity / verdict.reference_perplexity - 1
     message = (
-        f"models.{model.name}: {words} failed its accuracy gate: perplexity {change:+.2%} "
+        f"{whose}: {words} failed its accuracy gate: perplexity {change:+.2%} "
         f"(at most {verdict.bars.max_perplexity_change:+.2%}), top-1 agreement {verdict.top1_agreement:.1%}, against "
         f"{verdict.reference}"
     )
     if not model.force_precision:
-        raise ModelError(f"{message}. Choose another precision, or set force_precision: true to serve it all the same.")
+        raise ModelError(
+            f"{message}. Choose another precision, or set force_precision: true for model {model.name} to serve it all "
+            "the same."
+        )
     _log.warning("%s; it is served because force_precision is set", message)

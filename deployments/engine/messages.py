@@ -108,3 +108,5 @@ class FeedMessage(msgspec.Struct, frozen=True, kw_only=True):
     deltas: tuple[TokenDelta, ...]
     #: Tokens queued + running, for the router's load view.
     load_tokens: int = 0
+    #: ModelCard.card_no of now: another one than known means that `describe` has news.
+    card_no: int = 0

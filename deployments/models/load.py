@@ -23,7 +23,7 @@ from remora.deployments.models.model_spec import ModelSpec, served_context_len
 from remora.deployments.models.source import resolve_source
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.kernels.base import Decoder, DecoderShape, Weights
-from remora.namespaces.geometry import KVGeometry, LayerGroup, Precision
+from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup, Precision
 from remora.namespaces.hashing import kv_fingerprint
 from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import ModelError
@@ -53,6 +53,8 @@ class LoadedModel:
     geometry: KVGeometry
     #: What makes KV content interchangeable (namespaces/hashing.py).
     fingerprint: bytes
+    #: Contents of the weights, and what else decides what the model computes.
+    weights_id: str
     decoder: Decoder
     tokenizer: ChatTokenizer
     max_model_len: int
@@ -63,6 +65,11 @@ class LoadedModel:
     weights_bytes: int
     #: Frequencies of the rotation of K; None where they are not known (transformers).
     rope_inv_freq: NDArray[np.float32] | None = None
+
+    def in_precision(self, kv_precision: KVPrecision) -> tuple[KVGeometry, bytes]:
+        """Geometry and fingerprint of its KV in another precision. The weights are the same: one decoder serves all."""
+        geometry = self.geometry.with_precision(kv_precision)
+        return geometry, kv_fingerprint(geometry, self.weights_id, self.tokenizer.tokenizer_id)
 
 
 def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
@@ -259,6 +266,7 @@ class _Loader:
             shape=shape,
             geometry=geometry,
             fingerprint=kv_fingerprint(geometry, weights_id, tokenizer.tokenizer_id),
+            weights_id=weights_id,
             decoder=decoder,
             tokenizer=tokenizer,
             max_model_len=max_model_len,

@@ -67,11 +67,16 @@ class KVPrecisionConfig(_Section):
 
 
 #: How pydantic's locations call the two forms of kv_precision; messages leave them out.
-_KV_FORMS = ("both", "apart")
+KV_FORMS = ("both", "apart")
 KVPrecision = Annotated[
     Annotated[KVWord, Tag("both")] | Annotated[KVPrecisionConfig, Tag("apart")],
     Discriminator(lambda value: "apart" if isinstance(value, dict | KVPrecisionConfig) else "both"),
 ]
+
+
+def precision_pair(given: KVWord | KVPrecisionConfig) -> tuple[KVWord, KVWord]:
+    """Of K and of V."""
+    return (given.k, given.v) if isinstance(given, KVPrecisionConfig) else (given, given)
 
 
 class ModelConfig(_Section):
@@ -84,7 +89,7 @@ class ModelConfig(_Section):
     weights: Literal["bf16", "fp32", "int8", "int4"] = "bf16"
     #: A word for K and V, or one for each.
     kv_precision: KVPrecision = "bf16"
-    #: Serve in a precision that `remora accuracy` has measured and that failed its gate.
+    #: Serve in a precision that `remora accuracy` has measured and that failed its gate; its namespaces' too.
     force_precision: bool = False
     #: Context in tokens; None: the model's own, at most 8192.
     max_model_len: Annotated[int, Field(ge=16)] | None = None
@@ -103,8 +108,7 @@ class ModelConfig(_Section):
     @property
     def kv_precisions(self) -> tuple[KVWord, KVWord]:
         """Of K and of V."""
-        both = self.kv_precision
-        return (both.k, both.v) if isinstance(both, KVPrecisionConfig) else (both, both)
+        return precision_pair(self.kv_precision)
 
 
 class NamespaceConfig(_Section):
@@ -121,6 +125,8 @@ class NamespaceConfig(_Section):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     tenant: str = ""
     share_group: str = ""
+    #: Precision of its KV, as in models; None: the model's. A part of another namespace has that one's.
+    kv_precision: KVPrecision | None = None
     #: Sessions kept; beyond it the least recently used one that is neither pinned nor in use goes.
     max_sessions: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
     #: When a session's context is full: "error", or "roll": the older half of what is not kept leaves it.
@@ -129,6 +135,11 @@ class NamespaceConfig(_Section):
     keep_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     #: Most KV of one session; None: what the model's context takes.
     cache_limit: ByteSize | None = None
+
+    @property
+    def kv_precisions(self) -> tuple[KVWord, KVWord] | None:
+        """Of K and of V; None: the model's, or those of the namespace above it."""
+        return None if self.kv_precision is None else precision_pair(self.kv_precision)
 
 
 class TelemetryConfig(_Section):
@@ -227,6 +238,11 @@ class RemoraConfig(_Section):
                     f"of {namespace.limit} bytes"
                 )
             parent_id = parent_of(NamespaceId(namespace.name), namespaces)
+            if parent_id is not None and namespace.kv_precision is not None:
+                raise ValueError(
+                    f"namespaces.{namespace.name}.kv_precision: it is a part of {parent_id!r} and has its precision; "
+                    "set it there"
+                )
             if parent_id is None:
                 guaranteed[models[namespace.model].device] += namespace.guaranteed
             elif (model_name := namespaces[parent_id].model) != namespace.model:
@@ -278,7 +294,7 @@ def _explain(error: ValidationError) -> str:
             other is not item and other["loc"][: len(item["loc"])] == item["loc"] for other in items
         ):
             continue
-        where = ".".join(str(part) for part in item["loc"] if part not in _KV_FORMS) or "config"
+        where = ".".join(str(part) for part in item["loc"] if part not in KV_FORMS) or "config"
         message = re.sub(r"^Value error, ", "", item["msg"])
         if item["type"] == "value_error":
             lines.append(message if where == "config" else f"{where}: {message}")

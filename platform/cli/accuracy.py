@@ -16,6 +16,7 @@ from remora.platform.base.config import DeviceConfig, ModelConfig, RemoraConfig,
 from remora.platform.base.errors import ConfigError
 from remora.platform.cli.instance import state_dir_of
 from remora.platform.cli.main import EXIT_FAILED
+from remora.platform.cli.ns import kv_words
 from remora.platform.cli.up import DEFAULT_CONFIG
 
 _WEIGHT_WORDS = ("bf16", "fp32", "int8", "int4")
@@ -86,8 +87,7 @@ def _model(config: RemoraConfig, name: str, kv: str | None, weights: str | None)
     if weights is not None:
         data["weights"] = weights
     if kv is not None:
-        k_word, slash, v_word = kv.partition("/")
-        data["kv_precision"] = {"k": k_word, "v": v_word} if slash else kv
+        data["kv_precision"] = kv_words(kv)
     try:
         # On a device that is there whatever the file says: only precisions are new.
         return (

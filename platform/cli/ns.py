@@ -12,7 +12,13 @@ from remora.platform.cli.client import get_json, make_client, send_json, url_opt
 from remora.platform.cli.progress import size_text
 from remora.platform.cli.table import print_table
 
-_HEADINGS = ["NAMESPACE", "MODEL", "GUARANTEED", "LIMIT", "WEIGHT", "USED", "CACHED", "BORROWED"]
+_HEADINGS = ["NAMESPACE", "MODEL", "KV", "GUARANTEED", "LIMIT", "WEIGHT", "USED", "CACHED", "BORROWED"]
+
+
+def kv_words(text: str) -> str | dict[str, str]:
+    """ "int8" or "int8/int4" (K/V) as the configuration has it."""
+    k_word, slash, v_word = text.partition("/")
+    return {"k": k_word, "v": v_word} if slash else text
 
 
 @click.group()
@@ -51,13 +57,17 @@ def show(name: str, url: str | None) -> None:
 @click.option("--guaranteed", help="What nobody can take from it, e.g. 512MiB.")
 @click.option("--limit", help="What it may hold at most.")
 @click.option("--weight", type=float, help="Its part of what is left over, against the others' weights.")
+@click.option("--kv", help="KV precision of new requests: a word, or K/V as in int8/int4.")
 @url_option
-def set_quota(name: str, guaranteed: str | None, limit: str | None, weight: float | None, url: str | None) -> None:
-    """Changes a namespace's quota in every pool, at once; lasts until the platform starts anew."""
-    wanted = {"guaranteed": guaranteed, "limit": limit, "weight": weight}
+def set_quota(
+    name: str, guaranteed: str | None, limit: str | None, weight: float | None, kv: str | None, url: str | None
+) -> None:
+    """Changes a namespace's quota or precision in every pool, at once; lasts until the platform starts anew."""
+    wanted: dict[str, Any] = {"guaranteed": guaranteed, "limit": limit, "weight": weight}
+    wanted["kv_precision"] = None if kv is None else kv_words(kv)
     body = {key: value for key, value in wanted.items() if value is not None}
     if not body:
-        raise click.UsageError("give at least one of --guaranteed, --limit and --weight")
+        raise click.UsageError("give at least one of --guaranteed, --limit, --weight and --kv")
     with make_client(url) as client:
         found = send_json(client, "PUT", f"/v1/namespaces/{name}", body)
     print_table(_HEADINGS, [_row(found)])
@@ -121,9 +131,11 @@ def _recommendation(advice: dict[str, Any]) -> str:
 
 def _row(namespace: dict[str, Any]) -> list[object]:
     limit = namespace["limit_bytes"]
+    kv = namespace["kv_precision"]
     return [
         namespace["id"],
         namespace["model"],
+        kv["k"] if kv["k"] == kv["v"] else f"{kv['k']}/{kv['v']}",
         size_text(namespace["guaranteed_bytes"]),
         "the arena" if limit is None else size_text(limit),
         namespace["weight"],

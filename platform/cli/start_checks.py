@@ -31,6 +31,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     architecture: str
     weights_bytes: int
+    #: In the largest precision that it has in any namespace.
     block_bytes: int
     max_model_len: int
 
@@ -123,6 +124,7 @@ def _plan_model(model: ModelConfig, config: RemoraConfig) -> ModelPlan:
     files = resolve_source(model)
     block_tokens = config.device_of(model).block_tokens
     spec = _read_spec(model, files)
+    in_namespaces = [namespace.kv_precisions for namespace in config.namespaces_of(model.name)]
     if spec is None:
         return ModelPlan(
             name=model.name,
@@ -137,7 +139,10 @@ def _plan_model(model: ModelConfig, config: RemoraConfig) -> ModelPlan:
         source=str(files.path),
         architecture=spec.architecture,
         weights_bytes=weights_bytes(spec.shape),
-        block_bytes=spec.geometry(block_tokens=block_tokens, kv_precisions=model.kv_precisions).block_bytes,
+        block_bytes=max(
+            spec.geometry(block_tokens=block_tokens, kv_precisions=each).block_bytes
+            for each in {model.kv_precisions, *(own for own in in_namespaces if own is not None)}
+        ),
         max_model_len=spec.max_model_len,
     )
 

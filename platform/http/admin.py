@@ -90,7 +90,12 @@ def admin_routes(services: Services) -> APIRouter:
 def _card(connection: ReplicaConnection) -> dict[str, Any] | None:
     if connection.card is None:
         return None
-    return {**msgspec.to_builtins(connection.card), "fingerprint": connection.card.fingerprint.hex()}
+    card = connection.card
+    namespaces = {
+        name: {"fingerprint": each.fingerprint.hex(), "block_bytes": each.block_bytes}
+        for name, each in card.namespaces.items()
+    }
+    return {**msgspec.to_builtins(card), "fingerprint": card.fingerprint.hex(), "namespaces": namespaces}
 
 
 async def replica_stats(connection: ReplicaConnection) -> dict[str, Any] | None:

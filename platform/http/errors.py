@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from remora.platform.base.config import KV_FORMS
 from remora.platform.base.errors import InvalidRequest, NotFound, RemoraError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def invalid_request(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return MalformedBody(f"The body is not valid JSON: {first['ctx']['error']}.")
-    field = ".".join(str(part) for part in first["loc"])
+    field = ".".join(str(part) for part in first["loc"] if part not in KV_FORMS)
     message = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
     if first["type"] == "missing":
         return InvalidRequest(f"{field}: is required.", field=field)

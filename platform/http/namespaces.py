@@ -9,7 +9,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
+from remora.deployments.precision_change import change_precision
 from remora.namespaces.commands import Compacted, Quota, Trimmed
+from remora.platform.base.config import KVPrecision, precision_pair
 from remora.platform.base.ids import NamespaceId
 from remora.platform.http.body import read_model
 from remora.platform.http.json_response import MsgspecJSONResponse
@@ -27,11 +29,13 @@ class QuotaBody(BaseModel):
     guaranteed: Annotated[ByteSize, Field(ge=0)] | None = None
     limit: Annotated[ByteSize, Field(ge=0)] | None = None
     weight: Annotated[float, Field(gt=0, le=1000)] | None = None
+    #: Of new requests' KV; running ones keep theirs.
+    kv_precision: KVPrecision | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> QuotaBody:
-        if self.guaranteed is None and self.limit is None and self.weight is None:
-            raise ValueError("give at least one of guaranteed, limit and weight")
+        if all(value is None for value in (self.guaranteed, self.limit, self.weight, self.kv_precision)):
+            raise ValueError("give at least one of guaranteed, limit, weight and kv_precision")
         return self
 
     def change(self, quota: Quota) -> Quota:
@@ -66,10 +70,16 @@ def namespace_routes(services: Services) -> APIRouter:
 
     @router.put("/v1/namespaces/{name:path}", openapi_extra=json_body(QuotaBody))
     async def set_quota(request: Request, name: str) -> Response:
-        """Changes its quota in every pool, at once: cached blocks above a lowered limit go, then running sequences."""
+        """Changes its quota in every pool, at once: cached blocks above a lowered limit go, then running sequences.
+
+        Another KV precision is for new requests (deployments/precision_change.py)."""
         namespace_id = catalog.known_namespace(name)
         body = await read_model(request, QuotaBody, max_bytes)
-        await services.pools.set_quota(namespace_id, body.change)
+        if body.kv_precision is None:
+            await services.pools.set_quota(namespace_id, body.change)
+        else:
+            precision = precision_pair(body.kv_precision)
+            await change_precision(services.core, services.pools, namespace_id, precision, body.change)
         return await document(namespace_id)
 
     @router.post("/v1/namespaces/{name:path}/trim", openapi_extra=json_body(TrimBody))

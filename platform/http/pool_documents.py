@@ -10,7 +10,8 @@ import msgspec
 from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.catalog import Catalog
 from remora.namespaces.quota_changes import quota_of
-from remora.platform.base.ids import NamespaceId
+from remora.platform.base.ids import ModelId, NamespaceId
+from remora.platform.base.namespace_tree import parent_of
 
 Pools = Mapping[str, PoolDescription]
 
@@ -73,5 +74,19 @@ def namespace_document(catalog: Catalog, pools: Pools, namespace_id: NamespaceId
         "weight": weight,
         "guaranteed_bytes": guaranteed_bytes,
         "limit_bytes": limit_bytes,
+        "kv_precision": _kv_precision(catalog, pools, namespace_id),
         "pools": {pool_id: msgspec.to_builtins(report) for pool_id, report in reports.items()},
     }
+
+
+def _kv_precision(catalog: Catalog, pools: Pools, namespace_id: NamespaceId) -> dict[str, str]:
+    """That of new requests: of the tree in a pool, else as configured, else the model's."""
+    parent = parent_of(namespace_id, catalog.namespaces)
+    root = catalog.namespaces[namespace_id if parent is None else parent]
+    found = root.kv_precisions
+    for pool in pools.values():
+        for report in pool.report.namespaces:
+            if report.namespace_id == root.name:
+                found = report.kv_precision
+    k_precision, v_precision = found or catalog.models[ModelId(root.model)].kv_precisions
+    return {"k": k_precision, "v": v_precision}

@@ -13,6 +13,7 @@ from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
 from remora.namespaces.commands import Compacted, Quota, Trimmed
+from remora.namespaces.geometry import KVPrecision
 from remora.platform.base.config import ModelConfig, RemoraConfig
 from remora.platform.base.ids import BlockHash, ModelId, NamespaceId
 from remora.platform.base.span_file import StoredSpan
@@ -38,8 +39,12 @@ class PoolReports(Protocol):
         """Pool id → how many of the first blocks of a chain it has, of the pools that answer in time."""
         ...
 
-    async def set_quota(self, namespace_id: NamespaceId, change: Callable[[Quota], Quota]) -> None:
-        """Changes a namespace's quota in every pool that has it. Raises InvalidRequest, Unavailable."""
+    async def set_quota(
+        self, namespace_id: NamespaceId, change: Callable[[Quota], Quota], kv_precision: KVPrecision | None = None
+    ) -> None:
+        """Changes a namespace's quota, and precision if given, in every pool that has it.
+
+        Raises InvalidRequest, Unavailable."""
         ...
 
     async def trim(self, namespace_id: NamespaceId, target_bytes: int | None) -> Mapping[str, Trimmed]:

@@ -186,10 +186,11 @@ async def _blocks(services: Services, state: SessionState) -> dict[str, Any] | N
     card = services.core.known_card(state.model_id)
     if card is None:
         return None
-    root = services.core.catalog.chain_root(state.namespace_id, card.fingerprint)
+    fingerprint = card.of(state.namespace_id).fingerprint
+    root = services.core.catalog.chain_root(state.namespace_id, fingerprint)
     token_ids = unpack_tokens(state.computed_bytes)
     hashes = chain_hashes(root, token_ids, card.block_tokens, chain_edits(state.edits))
-    found = await services.pools.find_blocks(state.namespace_id, card.fingerprint, hashes)
+    found = await services.pools.find_blocks(state.namespace_id, fingerprint, hashes)
     return {"full": len(hashes), "block_tokens": card.block_tokens, "device": found}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from remora.deployments.accuracy.gate import Bars, Verdict, VerdictStore
 from remora.platform.cli.processes import command_of, marked_processes
 
 pytestmark = pytest.mark.e2e
@@ -113,6 +114,40 @@ def test_namespaces_and_pools_show_quotas_and_usage(platform: Any) -> None:
     assert {lease["model"] for lease in pool["leases"]} == {"smollm2", "smollm2-int8"}
     replicas = platform.get("/v1/replicas")["data"]
     assert sorted(each["model"] for each in replicas if each["connected"]) == ["smollm2", "smollm2", "smollm2-int8"]
+
+
+def test_a_namespace_gets_another_kv_precision_while_a_request_runs(platform: Any) -> None:
+    path = "/v1/namespaces/smollm2-int8"
+    prompt = "Name one fish that travels with rays and sharks, and say in a few words why it does."
+
+    def say(**more: Any) -> tuple[str, int]:
+        answer = platform.chat(prompt, model="smollm2-int8", **more).json()
+        return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    before, _ = say(max_tokens=64)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        running = pool.submit(say, max_tokens=64)
+        platform.eventually(lambda: platform.referenced_blocks() > 0, 10, what="it runs")
+        changed = platform.http.put(path, json={"kv_precision": "int4"}).json()
+        assert changed["kv_precision"] == {"k": "int4", "v": "int4"}
+        assert say(max_tokens=2)[1] == 0, "nothing of another precision is found"
+        assert say(max_tokens=2)[1] > 0
+        assert running.result()[0] == before
+    (card,) = [each["card"] for each in platform.replicas("smollm2-int8")]
+    platform.http.put(path, json={"kv_precision": "bf16"})
+    text, num_cached = say(max_tokens=64)
+    assert (text, num_cached > 0) == (before, True), "what was cached in bf16 is found again"
+    verdict = Verdict(
+        model="smollm2-int8", weights="int8", k_precision="int4", v_precision="int4", reference="r", text="t",
+        num_tokens=100, reference_perplexity=10.0, perplexity=12.0, kl_divergence=1.0, top1_agreement=0.5,
+        bars=Bars(max_perplexity_change=0.04), has_passed=False, decoder="d",
+    )  # fmt: skip
+    fingerprint = bytes.fromhex(card["namespaces"]["smollm2-int8"]["fingerprint"])
+    VerdictStore(platform.config.cluster.state_dir).save(fingerprint, verdict)
+    refused = platform.http.put(path, json={"kv_precision": "int4"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "kv_precision")
+    assert "namespaces.smollm2-int8" in refused.json()["error"]["message"]
+    assert platform.get(path)["kv_precision"] == {"k": "bf16", "v": "bf16"}
 
 
 def test_models_are_listed_ready(platform: Any) -> None:

@@ -150,6 +150,8 @@ def test_a_precision_that_failed_is_refused_unless_forced(tmp_path: Path, caplog
     store.save(loaded.fingerprint, verdict(passed=False))
     with pytest.raises(ModelError, match=r"models\.m: .*K int4.*\+5\.00%.*force_precision"):
         check_gate(model, loaded.geometry, loaded.fingerprint, state)
+    with pytest.raises(ModelError, match=r"namespaces\.chat \(model m\): .*force_precision: true for model m"):
+        check_gate(model, loaded.geometry, loaded.fingerprint, state, namespace="chat")
     check_gate(model.model_copy(update={"force_precision": True}), loaded.geometry, loaded.fingerprint, state)
     assert "served because force_precision" in caplog.text
     store.save(loaded.fingerprint, verdict(passed=True))
@@ -158,6 +160,7 @@ def test_a_precision_that_failed_is_refused_unless_forced(tmp_path: Path, caplog
     assert store.load(loaded.fingerprint) is None
     other = load(folder, kv_precision="int8", weights="bf16")
     assert store.load(other.fingerprint) is None, "another precision is another model"
+    assert other.in_precision(("int4", "int4")) == (loaded.geometry, loaded.fingerprint), "whoever serves it"
 
 
 def test_the_command_prints_the_figures_and_keeps_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

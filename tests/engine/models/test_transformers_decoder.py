@@ -6,8 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from model_support import Runner, plain_logits, random_prompt, save_tiny
 
 from remora.deployments.models.load import LoadedModel, load_model
@@ -91,6 +93,27 @@ def test_a_step_outside_memory_or_vocabulary_is_refused_before_anything_is_writt
         with pytest.raises(KernelError, match=match):
             loaded.decoder.forward(batch, runner.memory)
     assert np.array_equal(before, runner.memory.data)
+    with pytest.raises(KernelError, match="geometry"):
+        loaded.decoder.check_geometry(msgspec.structs.replace(loaded.geometry, block_tokens=32))
+
+
+def test_each_step_has_the_precision_of_its_memory_and_kv_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt_neox")
+    one = load(tmp_path)
+    prompt = random_prompt(30, 300)
+    for precision in ("int8", "fp32"):
+        geometry, fingerprint = one.in_precision((precision, precision))
+        own = load(tmp_path, kv_precision=precision)
+        assert (own.geometry, own.fingerprint) == (geometry, fingerprint)
+        got, want = (Runner(each.decoder, geometry, num_blocks=4).logits([prompt])[0] for each in (one, own))
+        assert np.array_equal(got, want)
+    one.decoder._model.get_input_embeddings().weight.data[7] = torch.inf
+    runner = Runner(one.decoder, one.geometry, num_blocks=4)
+    batch = StepBatch(max_tokens=8, max_sequences=2, max_blocks=1)
+    batch.add([1, 7, 2], first_position=0, blocks=[0])
+    batch.add([1, 3, 2], first_position=0, blocks=[1])
+    one.decoder.forward(batch, runner.memory)
+    assert batch.not_finite_S.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ def test_sizes_are_numbers_or_text() -> None:
     assert (config.devices[0].arena_bytes, config.devices[0].extent_bytes) == (64 * MiB, 4 * MiB)
 
 
+def test_a_namespace_has_its_models_precision_or_its_own() -> None:
+    names = [{"name": "one", "model": "a"}, {"name": "two", "model": "a", "kv_precision": {"v": "int4"}}]
+    one, two = parse_config({"models": [{"name": "a", "source": "x"}], "namespaces": names}).namespaces
+    assert (one.kv_precisions, two.kv_precisions) == (None, ("bf16", "int4"))
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [("int8", ("int8", "int8")), ({"k": "int8", "v": "int4"}, ("int8", "int4")), ({"v": "int8"}, ("bf16", "int8"))],
@@ -89,6 +95,14 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
         ({"models": [{"name": "A b", "source": "x"}]}, "models.0.name: 'A b' is not allowed"),
         ({"models": [{"name": "a", "source": "x", "device": "gpu7"}]}, "models.a.device: no device 'gpu7'; one of"),
         ({"models": [{"name": "a", "source": "x"}] * 2}, "models: the name 'a' is used twice"),
+        (
+            document(namespaces=[{"name": "n", "model": "a", "kv_precision": "int3"}]),
+            "namespaces.0.kv_precision: 'int3' is not allowed: Input should be 'bf16', 'fp32', 'int8' or 'int4'",
+        ),
+        (
+            document(namespaces=[{"name": "n", "model": "a"}, {"name": "n/m", "model": "a", "kv_precision": "int8"}]),
+            "namespaces.n/m.kv_precision: it is a part of 'n' and has its precision; set it there",
+        ),
         (document(namespaces=[{"name": "n", "model": "b"}]), "namespaces.n.model: no model 'b'; one of ['a']"),
         (
             document(namespaces=[{"name": "n", "model": "a", "guaranteed": 3, "limit": 2}]),

@@ -21,13 +21,14 @@ from remora.deployments.cluster_traces import ClusterTraces, LocalTraces, NodeTr
 from remora.deployments.engine.messages import FeedMessage, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from remora.deployments.feed import FeedHub
 from remora.deployments.listed import Listed
-from remora.deployments.model_card import ModelCard
+from remora.deployments.model_card import ModelCard, NamespaceCard
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
+from remora.namespaces.geometry import KVPrecision
 from remora.platform.base.config import RemoraConfig, parse_config
-from remora.platform.base.errors import Unavailable
-from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
+from remora.platform.base.errors import RemoraError, Unavailable
+from remora.platform.base.ids import ModelId, NamespaceId, PoolId, ReplicaId, RequestId, RouterId
 from remora.platform.base.span_file import traces_dir
 from remora.platform.base.state_store import SqlStateStore, default_database_url
 from remora.platform.http.app import create_app
@@ -62,8 +63,18 @@ class FakeReplica:
         self.drop_next_delta = False
         #: Answers a request with this error instead of tokens.
         self.error: dict[str, Any] | None = None
+        #: Of namespaces with a precision of their own; `card_no` counts changes.
+        self.namespaces: dict[NamespaceId, NamespaceCard] = {}
+        self.card_no = 0
+        #: Precisions that it was asked to be ready for, and why it cannot.
+        self.prepared: list[tuple[str, KVPrecision]] = []
+        self.precision_error: RemoraError | None = None
         self.hub = FeedHub(
-            self.replica_id, on_abandoned=self._drop, load_tokens=self.load_tokens, heartbeat_s=heartbeat_s
+            self.replica_id,
+            on_abandoned=self._drop,
+            load_tokens=self.load_tokens,
+            card_no=lambda: self.card_no,
+            heartbeat_s=heartbeat_s,
         )
 
     def load_tokens(self) -> int:
@@ -94,6 +105,8 @@ class FakeReplica:
             decoder="fake",
             weights="fp32",
             pid=1,
+            namespaces=dict(self.namespaces),
+            card_no=self.card_no,
         )
 
     async def feed(self, router_id: RouterId) -> AsyncIterator[FeedMessage]:
@@ -134,6 +147,21 @@ class FakeReplica:
     async def drain(self, draining: bool) -> None:
         self._check()
         self.draining = draining
+
+    async def prepare_precision(self, namespace_id: NamespaceId, kv_precision: KVPrecision) -> None:
+        self._check()
+        if self.precision_error is not None:
+            raise self.precision_error
+        self.prepared.append((namespace_id, kv_precision))
+
+    async def refresh_namespaces(self) -> None:
+        """As if the pool had said what it was prepared for."""
+        self._check()
+        for namespace_id, kv_precision in self.prepared:
+            fingerprint = "/".join(kv_precision).encode()
+            self.namespaces[namespace_id] = NamespaceCard(fingerprint=fingerprint, block_bytes=128)
+        self.card_no += 1
+        self.hub.wake_all()
 
     async def stats(self) -> dict[str, Any]:
         self._check()
@@ -296,7 +324,7 @@ class _NoPools:
     async def reports(self) -> dict[str, Any]:
         return {}
 
-    async def set_quota(self, namespace_id: str, change: Any) -> None:
+    async def set_quota(self, namespace_id: str, change: Any, kv_precision: Any = None) -> None:
         raise Unavailable("no pool")
 
     async def trim(self, namespace_id: str, target_bytes: int | None) -> Any:

@@ -75,6 +75,13 @@ async def test_a_changed_quota_reaches_every_pool_and_leaves_the_rest_as_it_was(
     ]
 
 
+async def test_a_changed_precision_reaches_every_pool_beside_the_quota(pools: list[FakePool]) -> None:
+    await ClusterPools("c").set_quota(CHAT, QuotaBody(weight=2).change, ("int8", "int4"))
+    assert [pool.state.kv_precisions() for pool in pools] == [{CHAT: ("int8", "int4")}] * 2
+    await ClusterPools("c").set_quota(CHAT, QuotaBody(weight=1).change)
+    assert pools[0].state.kv_precisions() == {CHAT: ("int8", "int4")}, "what is not given stays"
+
+
 async def test_what_one_pool_refuses_no_pool_keeps(pools: list[FakePool]) -> None:
     with pytest.raises(InvalidRequest, match="guaranteed"):
         await ClusterPools("c").set_quota(CHAT, QuotaBody(guaranteed="6MiB").change)
@@ -109,6 +116,8 @@ async def test_without_a_pool_that_has_the_namespace_the_answer_is_to_try_again(
         ({"limit": "much"}, 400, "limit"),
         ({"weight": 0}, 400, "weight"),
         ({"size": 1}, 400, "size"),
+        ({"kv_precision": "int3"}, 400, "kv_precision"),
+        ({"kv_precision": {"k": "int8", "q": "int8"}}, 400, "kv_precision.q"),
         ({"limit": "1MiB"}, 503, None),
     ],
 )

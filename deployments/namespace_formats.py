@@ -1,0 +1,118 @@
+"""In which precision each namespace of a replica has its KV, and the memory that belongs to it.
+
+The pool knows what every namespace's precision is; a replica looks when it starts, whenever a router connects, and when
+it is told that something changed. New requests get the new precision, those that run keep theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from remora.cache_actors.pool_client import PoolClient
+from remora.deployments.accuracy.gate import check_gate
+from remora.deployments.model_card import NamespaceCard
+from remora.deployments.models.load import LoadedModel
+from remora.kernels.base import KVMemory
+from remora.namespaces.geometry import KVPrecision
+from remora.platform.base.config import ModelConfig
+from remora.platform.base.errors import RemoraError
+from remora.platform.base.ids import NamespaceId
+
+logger = logging.getLogger(__name__)
+
+
+class NamespaceFormat(NamedTuple):
+    """The arena in one precision, and what names the KV in it."""
+
+    memory: KVMemory
+    fingerprint: bytes
+
+
+AskPrecisions = Callable[[], Awaitable[Mapping[NamespaceId, KVPrecision | None]]]
+
+
+class NamespaceFormats:
+    """Of one replica. Changes on its event loop; `find` may be called from any thread."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: ModelConfig,
+        lease: PoolClient,
+        namespace_ids: Iterable[NamespaceId],
+        *,
+        ask: AskPrecisions,
+        state_dir: Path,
+    ) -> None:
+        """`ask`: what the pool says. Until `start` every namespace has the model's precision."""
+        self._model = model
+        self._config = config
+        self._lease = lease
+        self._ask = ask
+        self._state_dir = state_dir
+        own = NamespaceFormat(lease.memory, model.fingerprint)
+        self._ready: dict[KVPrecision, NamespaceFormat] = {model.geometry.kv_precision: own}
+        self._formats = dict.fromkeys(namespace_ids, own)
+        self._lock = asyncio.Lock()
+        #: Grows with every change of a namespace's precision.
+        self.version = 0
+
+    def find(self, namespace_id: NamespaceId) -> NamespaceFormat:
+        """What new requests of the namespace get."""
+        return self._formats[namespace_id]
+
+    def cards(self) -> dict[NamespaceId, NamespaceCard]:
+        """What routers must know of each."""
+        return {
+            name: NamespaceCard(fingerprint=each.fingerprint, block_bytes=each.memory.geometry.block_bytes)
+            for name, each in self._formats.items()
+        }
+
+    async def prepare(self, namespace_id: NamespaceId, kv_precision: KVPrecision) -> NamespaceFormat:
+        """Makes sure that the namespace could have this precision, without giving it.
+
+        Raises ModelError when it failed its accuracy gate, KernelError when no kernel of the decoder has it, PoolError
+        when the pool refuses.
+        """
+        found = self._ready.get(kv_precision)
+        if found is not None and self._formats[namespace_id] is found:
+            return found
+        geometry, fingerprint = self._model.in_precision(kv_precision)
+        self._model.decoder.check_geometry(geometry)
+        check_gate(self._config, geometry, fingerprint, self._state_dir, namespace=namespace_id)
+        if found is None:
+            memory = await self._lease.add_format(geometry, fingerprint)
+            found = self._ready[kv_precision] = NamespaceFormat(memory, fingerprint)
+        return found
+
+    async def start(self) -> None:
+        """Takes over what the pool says. Raises like `prepare`."""
+        async with self._lock:
+            precisions = await self._ask()
+            for namespace_id in self._formats:
+                self._set(namespace_id, await self.prepare(namespace_id, self._wanted(precisions, namespace_id)))
+
+    async def refresh(self) -> None:
+        """The same while requests run: a namespace whose precision cannot be had keeps the one it has."""
+        async with self._lock:
+            precisions = await self._ask()
+            for namespace_id in self._formats:
+                try:
+                    found = await self.prepare(namespace_id, self._wanted(precisions, namespace_id))
+                except RemoraError as error:
+                    logger.error("namespace %s keeps its KV precision: %s", namespace_id, error)
+                else:
+                    self._set(namespace_id, found)
+
+    def _wanted(self, precisions: Mapping[NamespaceId, KVPrecision | None], namespace_id: NamespaceId) -> KVPrecision:
+        return precisions.get(namespace_id) or self._model.geometry.kv_precision
+
+    def _set(self, namespace_id: NamespaceId, found: NamespaceFormat) -> None:
+        if self._formats[namespace_id] is not found:
+            self._formats[namespace_id] = found
+            self.version += 1
+            logger.info("namespace %s has KV in %s/%s", namespace_id, *found.memory.geometry.kv_precision)
