@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
-from engine_support import Harness, Output, expected_greedy, rolled
+from engine_support import FAKE_GEOMETRY, FINGERPRINT, Harness, Output, expected_greedy, rolled
 from tiny_llama import LLAMA_GEOMETRY, tiny_llama
 
+from remora.cache_actors.local_pool import LocalDevice
 from remora.kernels.native.library import load_library
+from remora.namespaces.commands import Trim
 from remora.namespaces.edits import ContextPlan
 from remora.namespaces.geometry import KVPrecision
+from remora.platform.base.clock import ManualClock
 from remora.platform.base.errors import KernelError
+from remora.platform.base.ids import LeaseId, ModelId, NamespaceId
 
 PROMPT = "The remora travels with a ray."
 #: What the fake decoder can keep tokens in: it looks at V only.
@@ -106,6 +112,32 @@ def test_a_rolling_context_is_moved_within_its_precision(harness) -> None:
     plan = ContextPlan(limit_tokens=40, keep_tokens=8)
     output = one.run(prompt, namespace="narrow", max_tokens=60, context=plan)
     assert output.token_ids == rolled(prompt, 60, limit=40, keep=8)[0]
+
+
+def test_blocks_of_each_precision_move_together_while_their_sequences_run() -> None:
+    source, size = random.Random(2), 24 * FAKE_GEOMETRY.block_bytes
+    device = LocalDevice(data_bytes=40 * size, extent_bytes=size, clock=ManualClock(100.0))
+    for name in TWO["namespaces"]:
+        device.set_quota(NamespaceId(name), ModelId("model"))
+    pool = device.attach(FAKE_GEOMETRY, model_id=ModelId("model"), fingerprint=FINGERPRINT, relocates=True)
+    one = Harness(**TWO, pool=pool, clock=ManualClock(100.0), max_num_seqs=24)
+    asked = [
+        (prompt, one.submit(prompt, namespace=namespace, max_tokens=source.randint(2, 40)))
+        for number in range(40)
+        for namespace in TWO["namespaces"]
+        for prompt in [f"{number} says {source.randrange(30)}" * source.randint(1, 3)]
+    ]
+    num_moving = dict.fromkeys(TWO["namespaces"], 0)
+    while not one.is_done:
+        one.step(5)
+        for name in num_moving:
+            device.apply(Trim(lease_id=LeaseId(""), namespace_id=NamespaceId(name), target_bytes=0))
+            num_moving[name] += device.compact(NamespaceId(name)).num_moving_blocks
+    for prompt, request_id in asked:
+        said = one.outputs[request_id, 0].token_ids
+        assert said == expected_greedy(prompt, len(said))
+    assert min(num_moving.values()) > 10
+    one.close()
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

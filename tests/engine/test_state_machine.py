@@ -1,4 +1,5 @@
-"""Any order of requests, cancellations, late answers, changing quotas and time: invariants hold after every step."""
+"""Any order of requests, cancellations, late answers, changing quotas, precisions and time: invariants hold after every
+step."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.one = Harness(
             num_blocks=num_blocks,
+            num_extents=2,
             namespaces={"ns": None, "other": 16},
             clock=self.clock,
             delivery="manual",
@@ -86,6 +88,14 @@ class EngineMachine(RuleBasedStateMachine):
             NamespaceId(namespace), ModelId("model"), limit_bytes=min(limit, self.num_blocks) * size
         )
         self.one.pool.device.pass_on_events()
+
+    @rule(namespace=st.sampled_from(["ns", "other"]), is_narrow=st.booleans())
+    def a_precision_changes(self, namespace: str, is_narrow: bool) -> None:
+        """The fake decoder looks at V, which stays as it is."""
+        if is_narrow:
+            self.one.precisions[namespace] = ("int8", "fp32")
+        else:
+            self.one.precisions.pop(namespace, None)
 
     @invariant()
     def counts_agree(self) -> None:
