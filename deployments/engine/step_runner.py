@@ -191,6 +191,9 @@ class StepRunner:
 
 def _by_precision(plan: list[Scheduled]) -> list[list[Scheduled]]:
     """The plan by the precision of its sequences, each in the plan's order."""
+    first = plan[0].sequence.memory
+    if all(scheduled.sequence.memory is first for scheduled in plan):
+        return [plan]
     parts: dict[KVGeometry, list[Scheduled]] = {}
     for scheduled in plan:
         parts.setdefault(scheduled.sequence.memory.geometry, []).append(scheduled)
