@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,22 @@ def test_an_extent_of_fewer_than_eight_blocks_is_refused_with_the_smallest_allow
     smallest = int(str(caught.value).rpartition(": ")[2].split()[0])
     assert smallest % 4096 == 0
     check_sizes(config_with(arena_bytes="64MiB", extent_bytes=smallest), [plan(block_bytes=MiB // 2 + 64)])
+
+
+def test_blocks_count_in_the_widest_precision_that_a_namespace_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"int8": 100, "bf16": 200, "fp32": 400}
+
+    def geometry(*, block_tokens: int, kv_precisions: tuple[str, str]) -> SimpleNamespace:
+        return SimpleNamespace(block_bytes=sizes[kv_precisions[0]])
+
+    spec = SimpleNamespace(architecture="llama", shape=None, max_model_len=64, geometry=geometry)
+    monkeypatch.setattr(start_checks, "resolve_source", lambda model: SimpleNamespace(path="x"))
+    monkeypatch.setattr(start_checks, "_read_spec", lambda model, files: spec)
+    monkeypatch.setattr(start_checks, "weights_bytes", lambda shape: 0)
+    for precisions, expected in (((), 200), (("int8",), 200), (("int8", "fp32"), 400)):
+        namespaces = [{"name": f"n{i}", "model": "a", "kv_precision": each} for i, each in enumerate(precisions)]
+        config = parse_config({"models": [{"name": "a", "source": "x"}], "namespaces": namespaces})
+        assert [each.block_bytes for each in start_checks.plan_models(config, lambda line: None)] == [expected]
 
 
 def test_a_model_larger_than_memory_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

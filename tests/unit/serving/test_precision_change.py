@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from remora.cache_actors.pool_settings import PoolSettings
 from remora.deployments import namespace_formats
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.generation_job import GenerationJob
@@ -16,6 +17,7 @@ from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.precision_change import change_precision
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root, sharing_domain
+from remora.platform.base.config import parse_config
 from remora.platform.base.errors import Conflict, InvalidRequest, KernelError, ModelError, PoolError, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, RequestId
 
@@ -79,6 +81,13 @@ async def test_what_a_replica_refuses_changes_nothing(
 async def test_without_a_replica_nobody_can_say_whether_it_can_be_had(cluster: Any) -> None:
     with pytest.raises(Unavailable, match="No replica of 'tiny'"):
         await change_precision(cluster.core, Pools(), CHAT, INT8, lambda quota: quota)
+
+
+def test_a_configured_precision_is_part_of_what_a_pool_is_told_when_it_starts() -> None:
+    namespaces = [{"name": "chat", "model": "m"}, {"name": "batch", "model": "m", "kv_precision": {"v": "int4"}}]
+    config = parse_config({"models": [{"name": "m", "source": "unused"}], "namespaces": namespaces})
+    quotas = PoolSettings.from_config(config, "cpu0", node_id="n" * 56, session_name="s").quotas
+    assert {each.namespace_id: each.kv_precision for each in quotas} == {"chat": None, "batch": ("bf16", "int4")}
 
 
 # ---- in a replica ----------------------------------------------------------------------------------------------------
