@@ -161,6 +161,8 @@ class Admission:
         ledger, space = parts.ledger, lease.space_of(admit)
         realm = parts.realm(lease, space, namespace)
         matched = PrefixIndex.match(realm, admit.hashes, self._max_match(lease, admit))
+        num_shared = sum(1 for block in matched if block.refs)
+        borrowed_bytes = namespace.borrowed_bytes
         for block in matched:
             ledger.acquire(block)
         count = admit.num_blocks - len(matched)
@@ -186,8 +188,8 @@ class Admission:
             sequence_id=admit.sequence_id,
             blocks=tuple([block.index for block in sequence.blocks]),
             num_cached_blocks=len(matched),
-            evicted_blocks=plan.num_evicted(),
-            borrowed_bytes=namespace.borrowed_bytes,
+            num_shared_blocks=num_shared,
+            taken=plan.taken(namespace, borrowed_bytes),
         )
 
     def _make_room(self, parked: Parked, shortage: Shortage, entitled: Namespace | None) -> None:

@@ -207,16 +207,24 @@ class AttachRefused(Answer, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class Taken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What new blocks cost; for traces."""
+
+    #: Cached blocks that went for them, by cause (namespaces/blocks.py).
+    evicted_blocks: tuple[tuple[str, int], ...] = ()
+    #: By how much more than before the namespace holds above its guarantee.
+    borrowed_bytes: int = 0
+
+
 class Admitted(Answer, frozen=True, kw_only=True, tag=True):
     """The sequence's table: first `num_cached_blocks` shared and sealed, the rest private and writable."""
 
     sequence_id: SequenceId
     blocks: tuple[int, ...]
     num_cached_blocks: int
-    #: Cached blocks that went for it, by cause (namespaces/blocks.py); for traces.
-    evicted_blocks: tuple[tuple[str, int], ...] = ()
-    #: What the namespace holds above its guarantee now.
-    borrowed_bytes: int = 0
+    #: Of those, blocks that somebody else held at that time; for traces.
+    num_shared_blocks: int = 0
+    taken: Taken | None = None
 
 
 class Wait(Answer, frozen=True, kw_only=True, tag=True):
@@ -236,9 +244,10 @@ class OverQuota(Answer, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
+class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence_id: SequenceId
     blocks: tuple[int, ...]
+    taken: Taken | None = None
 
 
 class Extended(Answer, frozen=True, kw_only=True, tag=True):

@@ -31,16 +31,16 @@ class Growth:
         preempted: list[SequenceId] = []
         for item in command.items:
             sequence = lease.sequences.get(item.sequence_id)
-            blocks = self._extend(sequence, item.num_blocks) if sequence is not None else None
-            if blocks is not None:
-                grants.append(Grant(sequence_id=item.sequence_id, blocks=blocks))
+            grant = self._extend(sequence, item.num_blocks) if sequence is not None else None
+            if grant is not None:
+                grants.append(grant)
                 continue
             refused.append(item.sequence_id)
             if sequence is not None and sequence.preempted:
                 preempted.append(item.sequence_id)
         return Extended(grants=tuple(grants), refused=tuple(refused), preempted=tuple(preempted))
 
-    def _extend(self, sequence: Sequence, count: int) -> tuple[int, ...] | None:
+    def _extend(self, sequence: Sequence, count: int) -> Grant | None:
         """New blocks at the end, or None after victims have been named."""
         parts = self.parts
         if sequence.preempted:
@@ -54,11 +54,16 @@ class Growth:
             for victim in choose_victims(running, namespace, space, plan, asker=sequence, entitled=entitled):
                 parts.preempt(victim, f"memory is short for running sequences of {namespace.namespace_id}")
             return None
+        borrowed_bytes = namespace.borrowed_bytes
         parts.placement.apply(plan, space)
         parts.running.set_claim(sequence, "")
         blocks = parts.ledger.grant(namespace, space, count)
         sequence.blocks.extend(blocks)
-        return tuple([block.index for block in blocks])
+        return Grant(
+            sequence_id=sequence.admit.sequence_id,
+            blocks=tuple([block.index for block in blocks]),
+            taken=plan.taken(namespace, borrowed_bytes),
+        )
 
     def publish(self, lease: Lease, command: Publish) -> Published | Refused:
         """Seals in the order given. Seals of finished sequences, and of those whose session has moved on, are

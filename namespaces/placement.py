@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Literal
 
 from remora.namespaces.blocks import Block, BlockLedger, EvictionCause
+from remora.namespaces.commands import Taken
 from remora.namespaces.extents import Extent, ExtentMap, GeometrySpace
 from remora.namespaces.quotas import Holding, Namespace, QuotaBook
 from remora.platform.base.errors import IntegrityError
@@ -40,14 +41,18 @@ class Plan:
     vacated: list[Extent] = field(default_factory=list)
     extents: list[Extent] = field(default_factory=list)
 
-    def num_evicted(self) -> tuple[tuple[str, int], ...]:
-        """Causes, and how many blocks go for each."""
+    def taken(self, namespace: Namespace, borrowed_bytes: int) -> Taken | None:
+        """What was evicted for it, and by how much the namespace borrows more than the `borrowed_bytes` before; None:
+        neither. What has no guarantee borrows all it has: that is not worth a word."""
         counts: dict[str, int] = {}
         for (_, _, cause), (_, count) in self.evictions.items():
             counts[cause] = counts.get(cause, 0) + count
         for blocks, cause in self.trees:
             counts[cause] = counts.get(cause, 0) + len(blocks)
-        return tuple(sorted(counts.items()))
+        more_bytes = max(0, namespace.borrowed_bytes - borrowed_bytes) if namespace.guaranteed_bytes else 0
+        if not counts and not more_bytes:
+            return None
+        return Taken(evicted_blocks=tuple(sorted(counts.items())), borrowed_bytes=more_bytes)
 
 
 @dataclass(frozen=True, slots=True)

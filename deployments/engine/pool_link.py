@@ -279,6 +279,7 @@ class PoolLink:
             if (sequence := self._by_id.get(grant.sequence_id)) is not None:
                 sequence.is_extend_pending = False
                 sequence.add_blocks(grant.blocks)
+                sequence.spans.took(grant.taken)
         for sequence_id in answer.refused:
             if (sequence := self._by_id.get(sequence_id)) is not None:
                 sequence.is_extend_pending = False

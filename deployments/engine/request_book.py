@@ -204,13 +204,7 @@ class RequestBook:
             live.num_cached_tokens = num_cached
         self.counters.num_cached_tokens += num_cached
         self._scheduler.hints.add(sequence.hashes[: admitted.num_cached_blocks])
-        sequence.spans.answered(
-            sequence,
-            "admitted",
-            num_cached_tokens=num_cached,
-            evicted_blocks=admitted.evicted_blocks,
-            borrowed_bytes=admitted.borrowed_bytes,
-        )
+        sequence.spans.admitted(sequence, admitted)
 
     def on_parked(self, sequence: Sequence) -> None:
         """One of a namespace waits at the pool, for its line; the others wait here, where priorities count and no
@@ -227,7 +221,7 @@ class RequestBook:
         self._scheduler.enqueue(sequence)
 
     def on_over_quota(self, sequence: Sequence, answer: OverQuota) -> None:
-        sequence.spans.answered(sequence, "over_quota")
+        sequence.spans.over_quota(sequence)
         never_fits = answer.needed_bytes > answer.limit_bytes
         error = errors.OverQuota(
             f"Namespace {answer.namespace_id!r} cannot hold this request: {answer.reason} "

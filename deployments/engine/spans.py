@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from opentelemetry.trace import Span
+
+from remora.namespaces.commands import Admitted, Taken
 from remora.platform.base import telemetry_names as names
-from remora.platform.base.telemetry import start_span
+from remora.platform.base.telemetry import inject, start_span
 
 if TYPE_CHECKING:
     from remora.deployments.engine.sequence import Sequence
+
+
+class _Price:
+    """A sum over some time."""
+
+    __slots__ = ("amount", "first_unix_ns", "last_unix_ns")
+
+    def __init__(self, first_unix_ns: int) -> None:
+        self.amount = 0
+        self.first_unix_ns = self.last_unix_ns = first_unix_ns
+
+    def add(self, amount: int, unix_ns: int) -> None:
+        self.amount += amount
+        self.last_unix_ns = unix_ns
 
 
 class SequenceSpans:
@@ -18,8 +35,11 @@ class SequenceSpans:
 
     __slots__ = (
         "_admit_unix_ns",
+        "_borrowed",
+        "_evicted",
         "_first_token_unix_ns",
         "_num_decode_steps",
+        "_num_had_tokens",
         "_num_prefill_steps",
         "_prefill_unix_ns",
     )
@@ -30,42 +50,51 @@ class SequenceSpans:
         self._first_token_unix_ns = 0
         self._num_prefill_steps = 0
         self._num_decode_steps = 0
+        #: What growing has cost so far, and since when.
+        self._evicted: dict[str, _Price] = {}
+        self._borrowed: _Price | None = None
+        #: Computed for this request before it lost its memory, or by an earlier attempt.
+        self._num_had_tokens = 0
 
     def asked(self) -> None:
         """The pool was asked for memory."""
         self._admit_unix_ns = time.time_ns()
 
-    def answered(
-        self,
-        sequence: Sequence,
-        answer: str,
-        *,
-        num_cached_tokens: int = 0,
-        evicted_blocks: Iterable[tuple[str, int]] = (),
-        borrowed_bytes: int = 0,
-    ) -> None:
-        """The pool gave memory or refused it for good: `answer` is "admitted" or "over_quota".
-
-        `evicted_blocks`: how many went to make room, by cause; `borrowed_bytes`: what the namespace holds above its
-        guarantee.
-        """
-        now_ns = time.time_ns()
-        self._prefill_unix_ns = now_ns
-        attributes: dict[str, str | int | float | list[str]] = {
-            names.REMORA_ADMIT_ANSWER: answer,
+    def admitted(self, sequence: Sequence, admitted: Admitted) -> None:
+        """The pool gave memory, and the sequence has taken it."""
+        num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        if sequence.num_output_tokens:
+            # All but the last token was computed before that one could be sampled.
+            self._num_had_tokens = max(self._num_had_tokens, sequence.num_tokens - 1)
+        attributes = {
             names.REMORA_ADMIT_CACHED_TOKENS: num_cached_tokens,
+            names.REMORA_ADMIT_SHARED_TOKENS: admitted.num_shared_blocks * sequence.block_tokens,
+            names.REMORA_ADMIT_RECOMPUTED_TOKENS: max(0, self._num_had_tokens - sequence.num_computed_tokens),
             names.REMORA_ADMIT_BLOCKS: sequence.num_blocks,
-            names.REMORA_WAIT_S: (now_ns - sequence.live.submitted_unix_ns) * 1e-9,
         }
-        if evicted := dict(evicted_blocks):
-            attributes[names.REMORA_EVICT_CAUSE] = list(evicted)
-            attributes[names.REMORA_EVICT_BLOCKS] = sum(evicted.values())
-        if borrowed_bytes:
-            attributes[names.REMORA_BORROWED_BYTES] = borrowed_bytes
-        self._write(sequence, names.POOL_ADMIT, self._admit_unix_ns, attributes)
+        span = self._answered(sequence, "admitted", attributes)
+        self.took(admitted.taken)
+        self._write_prices(sequence, parent=span)
+
+    def over_quota(self, sequence: Sequence) -> None:
+        """The pool refused memory for good."""
+        self._answered(sequence, "over_quota", {})
+
+    def took(self, taken: Taken | None) -> None:
+        """New blocks had a price: what was evicted for them, and what was borrowed."""
+        if taken is None:
+            return
+        now_ns = time.time_ns()
+        for cause, num_blocks in taken.evicted_blocks:
+            self._evicted.setdefault(cause, _Price(now_ns)).add(num_blocks, now_ns)
+        if taken.borrowed_bytes:
+            self._borrowed = self._borrowed or _Price(now_ns)
+            self._borrowed.add(taken.borrowed_bytes, now_ns)
 
     def preempted(self, sequence: Sequence, reason: str) -> None:
-        """The pool took the memory back; the sequence queues again."""
+        """The pool takes the memory back; the sequence, which still has it, will queue again."""
+        self._num_had_tokens = max(self._num_had_tokens, sequence.num_computed_tokens)
+        self._write_prices(sequence)
         self._write(sequence, names.QUOTA_REVOKE, time.time_ns(), {names.REMORA_REVOKE_REASON: reason})
 
     def stepped(self) -> None:
@@ -89,6 +118,7 @@ class SequenceSpans:
         )
 
     def finished(self, sequence: Sequence, finish_reason: str) -> None:
+        self._write_prices(sequence)
         if not self._first_token_unix_ns:
             return
         self._write(
@@ -103,13 +133,48 @@ class SequenceSpans:
             },
         )
 
+    def _write_prices(self, sequence: Sequence, *, parent: Span | None = None) -> None:
+        """One span a cause, from the first block that went for the sequence to the last."""
+        for cause, price in self._evicted.items():
+            attributes = {names.REMORA_EVICT_CAUSE: cause, names.REMORA_EVICT_BLOCKS: price.amount}
+            self._write(sequence, names.POOL_EVICT, price.first_unix_ns, attributes, price.last_unix_ns, parent=parent)
+        if (price := self._borrowed) is not None:
+            borrowed = {names.REMORA_BORROWED_BYTES: price.amount}
+            self._write(sequence, names.QUOTA_BORROW, price.first_unix_ns, borrowed, price.last_unix_ns, parent=parent)
+        self._evicted, self._borrowed = {}, None
+
+    def _answered(self, sequence: Sequence, answer: str, attributes: Mapping[str, int]) -> Span:
+        now_ns = time.time_ns()
+        self._prefill_unix_ns = now_ns
+        waited_s = (now_ns - sequence.live.submitted_unix_ns) * 1e-9
+        return self._write(
+            sequence,
+            names.POOL_ADMIT,
+            self._admit_unix_ns,
+            {names.REMORA_ADMIT_ANSWER: answer, **attributes, names.REMORA_WAIT_S: waited_s},
+        )
+
     def _write(
-        self, sequence: Sequence, name: str, start_unix_ns: int, attributes: dict[str, str | int | float | list[str]]
-    ) -> None:
+        self,
+        sequence: Sequence,
+        name: str,
+        start_unix_ns: int,
+        attributes: Mapping[str, str | int | float | list[str]],
+        end_unix_ns: int | None = None,
+        *,
+        parent: Span | None = None,
+    ) -> Span:
+        """A span, by default up to now, below `parent`, else directly below the request's."""
         request = sequence.live.request
-        attributes[names.REMORA_REQUEST_ID] = request.request_id
-        attributes[names.REMORA_NAMESPACE] = sequence.namespace_id
+        owned = {
+            **attributes,
+            names.REMORA_REQUEST_ID: request.request_id,
+            names.REMORA_NAMESPACE: sequence.namespace_id,
+            names.REMORA_CHOICE_INDEX: sequence.choice_index,
+        }
         if request.session_id is not None:
-            attributes[names.REMORA_SESSION_ID] = request.session_id
-        attributes[names.REMORA_CHOICE_INDEX] = sequence.choice_index
-        start_span(name, attributes, parent=request.trace_context, start_time_ns=start_unix_ns).end()
+            owned[names.REMORA_SESSION_ID] = request.session_id
+        above = request.trace_context if parent is None else inject(parent)
+        written = start_span(name, owned, parent=above, start_time_ns=start_unix_ns)
+        written.end(end_unix_ns)
+        return written

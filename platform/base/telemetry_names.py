@@ -10,19 +10,14 @@ from __future__ import annotations
 
 ROUTER_ROUTE = "router.route"
 POOL_ADMIT = "pool.admit"
+POOL_EVICT = "pool.evict"
+QUOTA_BORROW = "quota.borrow"
 QUOTA_REVOKE = "quota.revoke"
 ENGINE_PREFILL = "engine.prefill"
 ENGINE_DECODE = "engine.decode"
-TIER_LOAD = "tier.load"
 MIGRATE_PRECOPY = "migrate.precopy"
 MIGRATE_FREEZE = "migrate.freeze"
 MIGRATE_COMMIT = "migrate.commit"
-REPLICATE = "replicate"
-
-
-def stage_span(stage: int) -> str:
-    """Name of the span of one pipeline stage."""
-    return f"stage.{stage}"
 
 
 def request_span(operation: str, model: str) -> str:
@@ -40,7 +35,6 @@ GEN_AI_REQUEST_TEMPERATURE = "gen_ai.request.temperature"
 GEN_AI_REQUEST_TOP_P = "gen_ai.request.top_p"
 GEN_AI_REQUEST_TOP_K = "gen_ai.request.top_k"
 GEN_AI_REQUEST_SEED = "gen_ai.request.seed"
-GEN_AI_REQUEST_STOP_SEQUENCES = "gen_ai.request.stop_sequences"
 GEN_AI_REQUEST_STREAM = "gen_ai.request.stream"
 GEN_AI_REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
 GEN_AI_RESPONSE_ID = "gen_ai.response.id"
@@ -65,49 +59,44 @@ PROVIDER = "remora"
 # ---- attributes: general conventions ---------------------------------------------------------------------------------
 
 SERVICE_NAME = "service.name"
-SERVICE_NAMESPACE = "service.namespace"
 SERVICE_VERSION = "service.version"
 SERVICE_INSTANCE_ID = "service.instance.id"
 PROCESS_PID = "process.pid"
 HOST_NAME = "host.name"
 ERROR_TYPE = "error.type"
-HTTP_RESPONSE_STATUS_CODE = "http.response.status_code"
 
 # ---- attributes: Remora ----------------------------------------------------------------------------------------------
 
 REMORA_REQUEST_ID = "remora.request.id"
-REMORA_SEQUENCE_ID = "remora.sequence.id"
 REMORA_CHOICE_INDEX = "remora.choice.index"
 REMORA_NAMESPACE = "remora.namespace"
 REMORA_REPLICA_ID = "remora.replica.id"
-REMORA_POOL_ID = "remora.pool.id"
 REMORA_SESSION_ID = "remora.session.id"
 REMORA_EPOCH = "remora.session.epoch"
 #: Why a replica was chosen: "prefix", "load", "owner" (the session's last), "moved", "only".
 REMORA_ROUTE_REASON = "remora.route.reason"
 #: Which attempt at the request this is, from 0; each lost replica starts another.
 REMORA_ROUTE_ATTEMPT = "remora.route.attempt"
-REMORA_ROUTE_OVERLAP_TOKENS = "remora.route.overlap_tokens"
 REMORA_MIGRATE_SOURCE = "remora.migrate.source"
 #: How the tokens before a move got to the target: "shared" or "recomputed".
 REMORA_MIGRATE_TRANSFER = "remora.migrate.transfer"
 REMORA_MIGRATE_PAUSE = "remora.migrate.pause_s"
-#: "admitted", "wait" or "over_quota".
+#: "admitted" or "over_quota".
 REMORA_ADMIT_ANSWER = "remora.admit.answer"
 REMORA_ADMIT_CACHED_TOKENS = "remora.admit.cached_tokens"
+#: Of the cached ones, those that another running sequence held at that time.
+REMORA_ADMIT_SHARED_TOKENS = "remora.admit.shared_tokens"
+#: Tokens that had been computed for this request before, and must be again.
+REMORA_ADMIT_RECOMPUTED_TOKENS = "remora.admit.recomputed_tokens"
 REMORA_ADMIT_BLOCKS = "remora.admit.blocks"
 REMORA_WAIT_S = "remora.wait_s"
-REMORA_PREFILL_TOKENS = "remora.prefill.tokens"
 REMORA_PREFILL_STEPS = "remora.prefill.steps"
-REMORA_DECODE_TOKENS = "remora.decode.tokens"
 REMORA_DECODE_STEPS = "remora.decode.steps"
 REMORA_PREEMPTIONS = "remora.preemptions"
-#: Why cached blocks went to make room: causes of namespaces/blocks.py.
+#: Why cached blocks went to make room: a cause of namespaces/blocks.py.
 REMORA_EVICT_CAUSE = "remora.evict.cause"
 REMORA_EVICT_BLOCKS = "remora.evict.blocks"
-#: What the namespace holds above its guarantee.
+#: By how much more than before the namespace holds above its guarantee.
 REMORA_BORROWED_BYTES = "remora.quota.borrowed_bytes"
 #: Why a running sequence lost its memory.
 REMORA_REVOKE_REASON = "remora.revoke.reason"
-REMORA_BLOCKS = "remora.blocks"
-REMORA_BYTES = "remora.bytes"

@@ -26,6 +26,7 @@ from remora.platform.http.api_types import PromptTokensDetails, Usage
 from remora.platform.http.caller import caller_of
 from remora.platform.http.disconnect import ClientGone
 from remora.platform.http.generation_fields import GenerationFields
+from remora.platform.http.request_attributes import request_attributes
 from remora.platform.http.services import Services
 from remora.platform.http.session_prompt import ReadLog, SessionLog, TurnPrompt
 from remora.platform.http.span_content import SpanContent
@@ -77,6 +78,7 @@ class Generation:
         self._num_pumping = 0
         #: When tokens last came; None before the first.
         self._delivered_s: float | None = None
+        self._finish_reasons: dict[int, str] = {}
         self._ended = False
         self._turn: SessionTurn | None = None
         #: What the prompt goes on behind: the turn's, or one that is only read.
@@ -87,11 +89,9 @@ class Generation:
         self._span = start_span(
             names.request_span(operation, self.model_id),
             {
-                names.GEN_AI_OPERATION_NAME: operation,
-                names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+                **request_attributes(operation, fields),
                 names.GEN_AI_REQUEST_MODEL: self.model_id,
-                names.GEN_AI_REQUEST_STREAM: bool(fields.stream),
-                names.GEN_AI_REQUEST_CHOICE_COUNT: self.num_choices,
+                names.GEN_AI_RESPONSE_MODEL: self.model_id,
                 names.REMORA_NAMESPACE: self.namespace_id,
                 names.GEN_AI_RESPONSE_ID: self.id,
             },
@@ -162,6 +162,8 @@ class Generation:
         """
         fields, turn, log = self._fields, self._turn, self._log
         self._added = added
+        if max_tokens is not None:
+            self._span.set_attribute(names.GEN_AI_REQUEST_MAX_TOKENS, max_tokens)
         card = await self._services.core.card(self.model_id)
         self.system_fingerprint = f"fp_{card.fingerprint.hex()[:12]}"
         tokenizer.check_ids(fields.stop_token_ids or (), field="stop_token_ids")
@@ -222,6 +224,7 @@ class Generation:
         deltas = await self._next_merged() if self._pumps else self._numbered(0, await self._streams[0].next_deltas())
         if deltas:
             self._delivered()
+        self._finish_reasons |= {index: delta.finish_reason for index, delta in deltas if delta.finish_reason}
         self.content.said(deltas)
         if self._turn is not None:
             await self._keep(self._turn, deltas)
@@ -300,6 +303,8 @@ class Generation:
         stats.output_tokens.labels(*self._labels).inc(usage.completion_tokens)
         self._span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, usage.completion_tokens)
         self._span.set_attribute(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, usage.prompt_tokens_details.cached_tokens)
+        if reasons := [self._finish_reasons[index] for index in sorted(self._finish_reasons)]:
+            self._span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, reasons)
         self.content.end()
         if error is not None:
             fail(self._span, error)

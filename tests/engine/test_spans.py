@@ -6,9 +6,10 @@ import json
 
 import msgspec
 import pytest
-from engine_support import BLOCK_TOKENS, Harness
+from engine_support import BLOCK_TOKENS, FAKE_GEOMETRY, Harness
 
 from remora.platform.base.config import TelemetryConfig
+from remora.platform.base.ids import ModelId, NamespaceId
 from remora.platform.base.telemetry import flush_telemetry, inject, setup_telemetry, shutdown_telemetry, start_span
 
 PROMPT = "The remora travels with a ray."
@@ -63,6 +64,25 @@ def test_what_was_evicted_for_a_choice_and_what_was_taken_from_it_is_in_its_trac
     assert len(revoked) == num_preemptions > 0
     assert all("memory" in each["remora.revoke.reason"] for each in revoked)
     assert {each["remora.request.id"] for each in revoked} < set(ids)
-    evicted = [each for each in spans if "remora.evict.blocks" in each]
-    assert {each["name"] for each in evicted} == {"pool.admit"}
+    again = [each for each in spans if each.get("remora.admit.recomputed_tokens")]
+    assert {each["remora.request.id"] for each in again} <= {each["remora.request.id"] for each in revoked}
+    assert again, "what a sequence had computed before it was revoked is computed again"
+    evicted = [each for each in spans if each["name"] == "pool.evict"]
     assert all(each["remora.evict.blocks"] > 0 and each["remora.evict.cause"] for each in evicted)
+    assert {each["remora.request.id"] for each in evicted} <= set(ids)
+    assert evicted
+
+
+def test_a_choice_that_goes_above_its_namespaces_guarantee_says_by_how_much(read_spans) -> None:
+    one = Harness(num_blocks=16)
+    block_bytes = FAKE_GEOMETRY.block_bytes
+    one.pool.device.set_quota(NamespaceId("ns"), ModelId("model"), guaranteed_bytes=3 * block_bytes)
+    one.run("abcdefghij", max_tokens=10)
+    one.close()
+    spans = read_spans()
+    admitting, growing = [each for each in spans if each["name"] == "quota.borrow"]
+    (admitted,) = [each for each in spans if each["name"] == "pool.admit"]
+    assert admitting["parent_span_id"] == admitted["span_id"] != growing["parent_span_id"]
+    amounts = [each["attributes"]["remora.quota.borrowed_bytes"] for each in (admitting, growing)]
+    assert amounts == [block_bytes, block_bytes], "of five blocks three are guaranteed"
+    assert "quota.revoke" not in {each["name"] for each in spans}

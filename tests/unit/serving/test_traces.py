@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -145,12 +146,60 @@ async def test_a_stream_that_fails_over_is_one_trace_at_the_collector(
     assert [each[names.REMORA_ROUTE_ATTEMPT].int_value for each in attributes] == [0, 1]
 
 
-async def test_prompts_and_answers_stay_out_of_spans(traced: Any, http: httpx.AsyncClient) -> None:
-    response = await http.post("/v1/chat/completions", json=BODY, headers=CALLER)
-    shown = json.dumps(await trace_of(http))
-    assert "chat tiny" in shown
-    assert "secret" not in shown
-    assert response.json()["choices"][0]["message"]["content"] not in shown
+async def test_what_clients_write_and_models_answer_stays_out_of_spans_logs_and_metrics(
+    traced: Any, http: httpx.AsyncClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    said = {"role": "user", "content": "canary in a chat"}
+    schema = {"type": "object", "properties": {"canary": {"type": "string"}}}
+    format_asked = {"type": "json_schema", "json_schema": {"name": "canary", "schema": schema}}
+    answers = []
+    for path, body in (
+        ("/v1/chat/completions", {**BODY, "messages": [said]}),
+        ("/v1/chat/completions", {**BODY, "messages": [said], "stop": ["canary"], "stream": True}),
+        ("/v1/chat/completions", {**BODY, "messages": [said], "response_format": format_asked}),
+        ("/v1/chat/completions", {**BODY, "messages": [{"role": "canary", "content": "canary"}]}),
+        ("/v1/chat/completions", {**BODY, "messages": [said], "max_tokens": 50_000}),
+        ("/v1/chat/completions", {**BODY, "messages": [said], "temperature": "canary"}),
+        ("/v1/completions", {"model": "tiny", "prompt": ["canary", "another canary"], "max_tokens": 4}),
+        ("/v1/completions", {"model": "tiny", "prompt": "canary", "max_tokens": 4, "min_tokens": 9}),
+        ("/v1/sessions", {"model": "tiny", "id": "trip"}),
+        ("/v1/chat/completions", {**BODY, "messages": [said], "session_id": "trip"}),
+        ("/tokenize", {"model": "tiny", "prompt": "canary"}),
+    ):
+        answers.append(await http.post(path, json=body))
+    assert {each.status_code for each in answers} == {200, 400}
+    said_back = answers[0].json()["choices"][0]["message"]["content"]
+    assert telemetry.flush_telemetry()
+    written = "".join(path.read_text() for path in (tmp_path / "traces").glob("*.jsonl"))
+    assert written.count("chat tiny") >= 5
+    for text in (written, caplog.text, (await http.get("/metrics")).text):
+        assert "canary" not in text
+        assert said_back not in text
+
+
+async def test_a_request_says_what_was_asked_and_how_it_ended(traced: Any, http: httpx.AsyncClient) -> None:
+    asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "n": 2}
+    await http.post("/v1/chat/completions", json={**BODY, **asked}, headers=CALLER)
+    root = (await trace_of(http))["spans"][0]["attributes"]
+    expected = {
+        names.GEN_AI_OPERATION_NAME: "chat",
+        names.GEN_AI_PROVIDER_NAME: "remora",
+        names.GEN_AI_REQUEST_MODEL: "tiny",
+        names.GEN_AI_RESPONSE_MODEL: "tiny",
+        names.GEN_AI_REQUEST_STREAM: False,
+        names.GEN_AI_REQUEST_CHOICE_COUNT: 2,
+        names.GEN_AI_REQUEST_MAX_TOKENS: 8,
+        names.GEN_AI_REQUEST_TEMPERATURE: 0.5,
+        names.GEN_AI_REQUEST_TOP_P: 0.9,
+        names.GEN_AI_REQUEST_TOP_K: 7,
+        names.GEN_AI_REQUEST_SEED: 3,
+        names.GEN_AI_RESPONSE_FINISH_REASONS: ["length", "length"],
+        names.GEN_AI_USAGE_OUTPUT_TOKENS: 16,
+        names.REMORA_NAMESPACE: "chat",
+    }
+    assert {name: root.get(name) for name in expected} == expected
+    assert root[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] > 0
 
 
 async def test_prompts_and_answers_are_in_spans_when_asked_for(
