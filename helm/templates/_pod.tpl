@@ -31,6 +31,12 @@
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}
+{{- with .Values.database }}
+{{- if .existingSecret }}
+- name: REMORA_DATABASE_URL
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .key | quote }}}}
+{{- end }}
+{{- end }}
 {{- include "remora.secretEnv" .Values.secretEnv }}
 {{- end -}}
 

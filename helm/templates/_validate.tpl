@@ -11,6 +11,9 @@
 {{- if and .Values.config.tenants (ne .Values.tenants.key "tenants.yaml") -}}
 {{- fail "tenants.key: is only for tenants.existingSecret" -}}
 {{- end -}}
+{{- if and .Values.database.existingSecret $config.cluster.database_url -}}
+{{- fail "database.existingSecret: not allowed beside config.cluster.database_url; give one of them" -}}
+{{- end -}}
 {{- if not (or $config.http.trusted_network (include "remora.hasTenants" .)) -}}
 {{- fail "config.http.trusted_network: without tenants whoever reaches the port may do everything; configure tenants, or say true if access is controlled outside" -}}
 {{- end -}}

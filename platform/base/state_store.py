@@ -8,6 +8,7 @@ One writer. `write` is one transaction: all of a batch is there after a crash, o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
@@ -29,7 +30,9 @@ from sqlalchemy import (
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from remora.platform.base.config import ClusterConfig
 from remora.platform.base.errors import ConfigError, Unavailable
+from remora.platform.base.paths import default_state_dir
 
 _METADATA: Final = MetaData()
 _RECORDS: Final = Table(
@@ -88,6 +91,12 @@ def default_database_url(state_dir: Path, cluster_name: str) -> str:
     return f"sqlite:///{state_dir.absolute()}/state-{cluster_name}.sqlite"
 
 
+def database_url_of(cluster: ClusterConfig) -> str:
+    """The configured one, else `$REMORA_DATABASE_URL`, which may hold a password, else a SQLite file."""
+    own = default_database_url(cluster.state_dir or default_state_dir(), cluster.name)
+    return cluster.database_url or os.environ.get("REMORA_DATABASE_URL") or own
+
+
 def check_database_url(url: str) -> URL:
     """The URL, with the driver that is used for it. Connects to nothing. Raises ConfigError for what is no database
     URL, and when its driver is not installed."""
@@ -97,7 +106,8 @@ def check_database_url(url: str) -> URL:
             parsed = parsed.set(drivername="postgresql+psycopg")
         parsed.get_dialect().import_dbapi()
     except ArgumentError:
-        raise ConfigError(f"cluster.database_url: {url!r} is no database URL") from None
+        message = "cluster.database_url (or $REMORA_DATABASE_URL): not a URL as SQLAlchemy writes it"
+        raise ConfigError(message) from None
     except ModuleNotFoundError as error:
         shown = parsed.render_as_string(hide_password=True)
         extra = ", which the extra `postgres` brings" if error.name == "psycopg" else ""

@@ -16,7 +16,7 @@ from remora.deployments.models.source import ModelFiles, resolve_source
 from remora.kernels.base import DecoderShape
 from remora.platform.base.config import HttpConfig, ModelConfig, RemoraConfig
 from remora.platform.base.errors import ConfigError, ModelError
-from remora.platform.base.state_store import check_database_url
+from remora.platform.base.state_store import check_database_url, database_url_of
 from remora.platform.cli.progress import size_text
 
 #: Blocks of the largest geometry that an extent must hold (design §1).
@@ -89,8 +89,7 @@ def check_memory(config: RemoraConfig, plans: list[ModelPlan]) -> None:
 
 def check_database(config: RemoraConfig) -> None:
     """Raises ConfigError when there is no driver for the database of sessions. Connects to nothing."""
-    if config.cluster.database_url is not None:
-        check_database_url(config.cluster.database_url)
+    check_database_url(database_url_of(config.cluster))
 
 
 def choose_port(http: HttpConfig, port: int | None) -> int:

@@ -29,12 +29,18 @@ _POOL_GAUGES: dict[str, tuple[str, Callable[[PoolDescription], float]]] = {
     "remora_pool_journal_bytes": ("Size of the journal since its snapshot.", lambda pool: pool.journal_bytes),
     "remora_pool_restarts": ("Times the pool came back to its arena.", lambda pool: pool.num_restarts),
 }
-_NAMESPACE_GAUGES: dict[str, tuple[str, Callable[[NamespaceReport], float]]] = {
+#: What a namespace holds is counted by where it lies; the device is the only place so far.
+_DEVICE = "device"
+_BY_NAMESPACE = ("pool", "namespace")
+_BY_TIER = (*_BY_NAMESPACE, "tier")
+_TIER_GAUGES: dict[str, tuple[str, Callable[[NamespaceReport], float]]] = {
     "remora_namespace_guaranteed_bytes": ("What nobody can take from it.", lambda each: each.guaranteed_bytes),
     "remora_namespace_limit_bytes": ("The most it may hold.", lambda each: each.limit_bytes),
     "remora_namespace_used_bytes": ("Held by running sequences.", lambda each: each.used_bytes),
     "remora_namespace_cached_bytes": ("Held as cache.", lambda each: each.cached_bytes),
     "remora_namespace_borrowed_bytes": ("Held above its guarantee.", lambda each: each.borrowed_bytes),
+}
+_NAMESPACE_GAUGES: dict[str, tuple[str, Callable[[NamespaceReport], float]]] = {
     "remora_namespace_running_sequences": ("Sequences that hold blocks.", lambda each: each.num_running),
     "remora_namespace_waiting_sequences": ("Sequences parked for memory.", lambda each: each.num_waiting),
 }
@@ -44,11 +50,13 @@ _NAMESPACE_COUNTERS: dict[str, tuple[str, Callable[[NamespaceReport], float]]] =
         "Sequences told to give their memory back.",
         lambda each: each.num_preempted,
     ),
+    "remora_namespace_lookup_tokens": ("Prompt tokens of admitted sequences.", lambda each: each.lookup_tokens),
+}
+_TIER_COUNTERS: dict[str, tuple[str, Callable[[NamespaceReport], float]]] = {
     "remora_namespace_revoked_bytes": (
         "Of its cache, taken back because it was borrowed or its quota was lowered.",
         lambda each: each.revoked_bytes,
     ),
-    "remora_namespace_lookup_tokens": ("Prompt tokens of admitted sequences.", lambda each: each.lookup_tokens),
     "remora_namespace_hit_tokens": ("Of those, found in the cache.", lambda each: each.hit_tokens),
 }
 
@@ -60,26 +68,33 @@ def pool_metrics(pools: Pools) -> Iterator[Metric]:
         for pool_id, pool in pools.items():
             gauge.add_metric((pool_id,), value_of_pool(pool))
         yield gauge
-    labels = ("pool", "namespace")
     namespaces = [
         ((pool_id, str(report.namespace_id)), report)
         for pool_id, pool in pools.items()
         for report in pool.report.namespaces
     ]
-    for name, (text, value) in _NAMESPACE_GAUGES.items():
-        gauge = GaugeMetricFamily(name, text, labels=labels)
-        for where, report in namespaces:
-            gauge.add_metric(where, value(report))
-        yield gauge
-    for name, (text, value) in _NAMESPACE_COUNTERS.items():
-        counter = CounterMetricFamily(name, text, labels=labels)
-        for where, report in namespaces:
-            counter.add_metric(where, value(report))
-        yield counter
+    for families, labels, tier in (
+        (_NAMESPACE_GAUGES, _BY_NAMESPACE, ()),
+        (_TIER_GAUGES, _BY_TIER, (_DEVICE,)),
+    ):
+        for name, (text, value) in families.items():
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            for where, report in namespaces:
+                gauge.add_metric((*where, *tier), value(report))
+            yield gauge
+    for families, labels, tier in (
+        (_NAMESPACE_COUNTERS, _BY_NAMESPACE, ()),
+        (_TIER_COUNTERS, _BY_TIER, (_DEVICE,)),
+    ):
+        for name, (text, value) in families.items():
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for where, report in namespaces:
+                counter.add_metric((*where, *tier), value(report))
+            yield counter
     evicted = CounterMetricFamily(
-        "remora_namespace_evicted_blocks", "Blocks evicted, by cause.", labels=(*labels, "cause")
+        "remora_namespace_evicted_blocks", "Blocks evicted, by cause.", labels=(*_BY_TIER, "cause")
     )
     for where, report in namespaces:
         for cause, count in report.evicted_blocks.items():
-            evicted.add_metric((*where, cause), float(count))
+            evicted.add_metric((*where, _DEVICE, cause), float(count))
     yield evicted

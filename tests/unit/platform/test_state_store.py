@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from remora.platform.base.config import ClusterConfig
 from remora.platform.base.errors import ConfigError, Unavailable
 from remora.platform.base.state_store import (
     AppendRecord,
@@ -20,6 +21,7 @@ from remora.platform.base.state_store import (
     RemoveStream,
     SqlStateStore,
     check_database_url,
+    database_url_of,
     default_database_url,
 )
 
@@ -103,5 +105,25 @@ def test_an_unusable_store_says_which(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match=r"file/state-test\.sqlite"):
         open_store(tmp_path / "file")
-    with pytest.raises(ConfigError, match="database_url"):
-        SqlStateStore("nonsense")
+    with pytest.raises(ConfigError, match="database_url") as caught:
+        SqlStateStore("nonsense with a password")
+    assert "password" not in str(caught.value)
+
+
+def test_the_database_is_the_configured_one_then_that_of_the_environment_then_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ClusterConfig(name="test", state_dir=tmp_path)
+    monkeypatch.delenv("REMORA_DATABASE_URL", raising=False)
+    assert database_url_of(cluster) == default_database_url(tmp_path, "test")
+    monkeypatch.setenv("REMORA_DATABASE_URL", "postgresql://remora:secret@db/remora")
+    assert database_url_of(cluster) == "postgresql://remora:secret@db/remora"
+    configured = cluster.model_copy(update={"database_url": "sqlite:////elsewhere.sqlite"})
+    assert database_url_of(configured) == "sqlite:////elsewhere.sqlite"
+
+
+def test_a_postgres_that_is_away_is_named_without_its_password() -> None:
+    pytest.importorskip("psycopg", reason="needs the extra postgres")
+    with pytest.raises(Unavailable, match=r"postgresql\+psycopg://remora:\*\*\*@127\.0\.0\.1:9/remora") as caught:
+        SqlStateStore("postgresql://remora:secret@127.0.0.1:9/remora")
+    assert "secret" not in str(caught.value)

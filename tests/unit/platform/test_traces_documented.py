@@ -16,11 +16,11 @@ ATTRIBUTE = re.compile(r"(?:gen_ai|remora|service|process|host|error)\.[a-z0-9_.
 def test_every_name_is_on_the_page_and_every_name_on_the_page_exists() -> None:
     attributes = {value for value in CONSTANTS.values() if ATTRIBUTE.fullmatch(value)}
     assert set(re.findall(rf"`({ATTRIBUTE.pattern})`", PAGE)) - {"remora.router"} == attributes
-    operations = {telemetry_names.OPERATION_CHAT, telemetry_names.OPERATION_TEXT_COMPLETION, telemetry_names.PROVIDER}
-    spans = set(CONSTANTS.values()) - attributes - operations
+    operations = {value for name, value in CONSTANTS.items() if name.startswith("OPERATION_")} | {telemetry_names.FORK}
+    spans = set(CONSTANTS.values()) - attributes - operations - {telemetry_names.PROVIDER}
     table = PAGE.split("## Spans")[1].split("## Attributes")[0]
-    documented = set(re.findall(r"^\| `(\w+\.\w+)` \|", table, re.MULTILINE))
-    assert documented == spans
+    assert set(re.findall(r"^\| `(\w+\.\w+)` \|", table, re.MULTILINE)) == spans
+    assert set(re.findall(r"`(\w+) MODEL`", table)) == operations
 
 
 def test_every_name_is_used() -> None:
