@@ -36,6 +36,7 @@ def _together(one: TraceSummary, other: TraceSummary) -> TraceSummary:
         end_ns=outer.end_ns if outer.complete else max(outer.end_ns, inner.end_ns),
         num_spans=outer.num_spans + inner.num_spans,
         num_errors=outer.num_errors + inner.num_errors,
+        replicas=outer.replicas or inner.replicas,
         error_type=failed.error_type,
         error=failed.error,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable, Collection, Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,8 @@ from remora.platform.base.span_file import StoredSpan, decode_span
 MAX_TRACES = 20_000
 #: Spans of one trace: a caller may send everything under one trace id.
 MAX_SPANS = 2_000
+#: Replicas of one trace that a summary names.
+_MAX_REPLICAS = 16
 #: The first line of a file begins with its trace and span id, which no other file has: a file is known by it, for
 #: files are renamed, and inodes are used again.
 _HEAD_BYTES = 80
@@ -56,6 +59,8 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    #: Where the request ran, in order: more than one after a failover or a move.
+    replicas: tuple[str, ...] = ()
 
     @property
     def duration_ms(self) -> float:
@@ -88,7 +93,7 @@ class _Line(msgspec.Struct, frozen=True):
 class _Trace:
     """What the index knows of a trace in a namespace."""
 
-    __slots__ = ("first", "last_end_ns", "lines", "num_errors", "outer", "session")
+    __slots__ = ("first", "last_end_ns", "lines", "num_errors", "outer", "routes", "session")
 
     def __init__(self, span: StoredSpan) -> None:
         #: The span that began first; of equals the longest. It names the trace.
@@ -99,12 +104,16 @@ class _Trace:
         self.last_end_ns = span.end_ns
         self.num_errors = 0
         self.lines: list[_Line] = []
+        #: Start and replica of each attempt.
+        self.routes: list[tuple[int, str]] = []
 
     def add(self, span: StoredSpan, line: _Line) -> None:
         if (span.start_ns, -span.end_ns) < (self.first.start_ns, -self.first.end_ns):
             self.first = _slim(span)
         self.last_end_ns = max(self.last_end_ns, span.end_ns)
         self.session = self.session or str(span.attributes.get(names.REMORA_SESSION_ID, ""))
+        if span.name == names.ROUTER_ROUTE and len(self.routes) < _MAX_REPLICAS:
+            self.routes.append((span.start_ns, str(span.attributes.get(names.REMORA_REPLICA_ID, ""))))
         if span.error_type:
             self.num_errors += 1
             if self.outer is None or span.duration_s > self.outer.duration_s:
@@ -129,6 +138,7 @@ class _Trace:
             input_tokens=int(usage.get(names.GEN_AI_USAGE_INPUT_TOKENS, 0)),
             cached_tokens=int(usage.get(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, 0)),
             output_tokens=int(usage.get(names.GEN_AI_USAGE_OUTPUT_TOKENS, 0)),
+            replicas=tuple(replica for replica, _ in groupby(replica for _, replica in sorted(self.routes))),
         )
 
 

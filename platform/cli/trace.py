@@ -124,6 +124,7 @@ def _ask_for_summaries(url: str, query: dict[str, Any]) -> list[TraceSummary]:
             input_tokens=each["input_tokens"],
             cached_tokens=each["cached_tokens"],
             output_tokens=each["output_tokens"],
+            replicas=tuple(each["replicas"]),
         )
         for each in answer["data"]
     ]

@@ -92,6 +92,7 @@ def summary_document(trace: TraceSummary) -> dict[str, Any]:
         "input_tokens": trace.input_tokens,
         "cached_tokens": trace.cached_tokens,
         "output_tokens": trace.output_tokens,
+        "replicas": trace.replicas,
     }
 
 

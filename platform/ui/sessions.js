@@ -50,9 +50,27 @@ async function openSession(id) {
       ["used", ago(session.last_used)],
       ["lives", session.ttl_s ? `${session.ttl_s} s without use` : "until it is deleted"],
     ]),
+    ...section("Its moves", "moves", movesOf(traces).map((move) => el("li", {}, move))),
     ...session.turns.map(turn),
-    ...(traces.length ? [el("h3", {}, "Its requests"), el("ul", { class: "requests" }, ...traces.map(request))] : []),
+    ...section("Its requests", "requests", traces.map(request)),
   );
+}
+
+function section(title, name, lines) {
+  return lines.length ? [el("h3", {}, title), el("ul", { class: name }, ...lines)] : [];
+}
+
+/** Every change of the replica in its requests, the last first: between two of them, or while one ran. */
+function movesOf(traces) {
+  const moves = [];
+  let before = null;
+  for (const trace of [...traces].reverse()) {
+    trace.replicas.forEach((replica, attempt) => {
+      if (before && replica !== before) moves.unshift(`${clock(trace.started)}  ${before} → ${replica}${attempt ? ", while a request ran" : ""}`);
+      before = replica;
+    });
+  }
+  return moves;
 }
 
 /** How many of the full blocks of its log each pool has; null before anybody knows. */

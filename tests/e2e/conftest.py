@@ -6,12 +6,19 @@ import importlib.util
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from openai import OpenAI
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 
 from remora.platform.base.config import RemoraConfig, parse_config
 
@@ -25,11 +32,41 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class Collector(TraceServiceServicer):  # type: ignore[misc]
+    """An OTLP receiver over gRPC."""
+
+    def __init__(self) -> None:
+        self._requests: list[Any] = []
+        self.server = grpc.server(ThreadPoolExecutor(1))
+        add_TraceServiceServicer_to_server(self, self.server)
+        self.endpoint = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def Export(self, request: Any, context: Any) -> Any:
+        self._requests.append(request)
+        return ExportTraceServiceResponse()
+
+    def trace(self, trace_id: str) -> list[tuple[str, Any]]:
+        """What has come of a trace so far: the service and the span of each, by their start."""
+        found = [
+            (attribute.value.string_value, span)
+            for request in list(self._requests)
+            for resource in request.resource_spans
+            for attribute in resource.resource.attributes
+            if attribute.key == "service.name"
+            for scope in resource.scope_spans
+            for span in scope.spans
+            if span.trace_id.hex() == trace_id
+        ]
+        return sorted(found, key=lambda each: each[1].start_time_unix_nano)
+
+
 class Platform:
     """What tests see: the URL, and the processes behind it."""
 
-    def __init__(self, config: RemoraConfig) -> None:
+    def __init__(self, config: RemoraConfig, collector: Collector) -> None:
         self.config = config
+        self.collector = collector
         self.url = f"http://127.0.0.1:{config.http.port}"
         # A connection that is kept would be one to a router that a test has killed since.
         self.http = httpx.Client(base_url=self.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
@@ -69,11 +106,12 @@ class Platform:
         self.eventually(lambda: self.referenced_blocks() == 0, 60, what="no block is referenced")
 
 
-def _config(state_dir: Path) -> RemoraConfig:
+def _config(state_dir: Path, otlp_endpoint: str) -> RemoraConfig:
     return parse_config(
         {
             "cluster": {"name": CLUSTER, "state_dir": str(state_dir), "debug": True},
             "http": {"port": free_port(), "queue_timeout_s": 30, "max_body_bytes": 200_000},
+            "telemetry": {"otlp_endpoint": otlp_endpoint},
             "devices": [{"name": "cpu0", "arena_bytes": "256MiB", "extent_bytes": "8MiB"}],
             "models": [
                 {"name": "smollm2", "source": SMOLLM2, "num_replicas": 2, "max_model_len": 2048},
@@ -101,15 +139,17 @@ def platform(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     from remora.cache_actors.registry import REGISTRY_NAME
     from remora.platform.app import build_app, start_serve
 
-    config = _config(tmp_path_factory.mktemp("state"))
+    collector = Collector()
+    config = _config(tmp_path_factory.mktemp("state"), collector.endpoint)
     try:
         start_serve(config)
         serve.run(build_app(config), name="remora", route_prefix="/")
-        made = Platform(config)
+        made = Platform(config, collector)
         made.settle()
         yield made
     finally:
         serve.shutdown()
+        collector.server.stop(0)
         pools = find_pools(CLUSTER)
         checks = [pool.check_integrity.remote() for pool in pools]
         ray.wait(checks, num_returns=len(checks))

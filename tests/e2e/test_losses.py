@@ -28,10 +28,12 @@ class Reading(threading.Thread):
         self.text = ""
         self.documents: list[Any] = []
         self.done = False
+        self.trace_id = ""
         self.start()
 
     def run(self) -> None:
         with self._platform.http.stream("POST", "/v1/completions", json=self._body, timeout=120) as response:
+            self.trace_id = response.headers["x-remora-trace-id"]
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     self.done = True
@@ -61,6 +63,18 @@ def test_a_stream_goes_on_when_its_replica_is_killed(platform: Any, model: str) 
     assert reading.text == expected
     assert reading.documents[-1]["usage"]["completion_tokens"] == 400
     assert 'remora_router_resumed_requests_total{model="' + model in platform.http.get("/metrics").text
+
+    def spans() -> list[Any]:
+        """Of the one trace that both attempts are in, once the request's own span has come."""
+        found = [span for _, span in platform.collector.trace(reading.trace_id)]
+        return found if any(not span.parent_span_id for span in found) else []
+
+    found = platform.eventually(spans, 10, what="the trace at the OTLP collector")
+    assert [span.name for span in found].count("router.route") == 2
+    values = [{each.key: each.value for each in span.attributes} for span in found if span.name == "pool.admit"]
+    assert values[-1]["remora.admit.cached_tokens"].int_value > 0
+    assert values[-1]["remora.request.id"].string_value.endswith("~1")
+    assert values[-1]["remora.admit.recomputed_tokens"].int_value < 64, "sealed blocks are found again"
 
 
 def test_prefixes_outlive_every_replica_of_the_model(platform: Any) -> None:

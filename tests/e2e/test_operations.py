@@ -86,6 +86,13 @@ def test_one_trace_holds_the_router_the_pool_and_the_engine(platform: Any) -> No
 
     platform.eventually(lambda: names() >= wanted, 5, what=f"{wanted} in one trace")
 
+    def at_collector() -> set[str]:
+        return {span.name for _, span in platform.collector.trace(trace_id)}
+
+    platform.eventually(lambda: at_collector() >= wanted, 10, what=f"{wanted} at the OTLP collector")
+    services = {span.name: service for service, span in platform.collector.trace(trace_id)}
+    assert (services["chat smollm2"], services["engine.decode"]) == ("remora.router", "remora.replica-smollm2")
+
 
 def test_metrics_cover_router_engines_and_pools(platform: Any) -> None:
     platform.chat("hi", max_tokens=2)

@@ -109,9 +109,22 @@ def test_a_request_is_opened_as_a_waterfall(page: Any, platform: Any) -> None:
     open_row(page, "sessions", "page-trip")
     platform.eventually(lambda: "Hello, page" in "".join(texts(page, "dialog[open] .turn")), 5, what="the turn")
     (owner,) = [each["owner"] for each in platform.get("/v1/sessions")["data"] if each["id"] == "page-trip"]
+    assert texts(page, "dialog[open] .moves li") == []
     assert owner in "".join(texts(page, "dialog[open] .facts-line"))
     page.execute_script("document.querySelector('dialog[open] .requests button').click()")
     platform.eventually(lambda: len(texts(page, "dialog[open] .span .what")) == len(shown), 5, what="its waterfall")
+    page.execute_script("document.getElementById('detail').close()")
+    (other,) = [each["id"] for each in platform.replicas("smollm2") if each["id"] != owner]
+    platform.http.post("/v1/sessions/page-trip/migrate", json={"to": {"replica": other}}).raise_for_status()
+    platform.http.post("/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": "And now?"}]})
+
+    def moves() -> list[str]:
+        open_row(page, "sessions", "page-trip")
+        return texts(page, "dialog[open] .moves li")
+
+    (move,) = platform.eventually(moves, 8, what="the session's move")
+    assert move.endswith(f"{owner} → {other}")
+    page.execute_script("document.getElementById('detail').close()")
     platform.http.delete("/v1/sessions/page-trip")
 
 

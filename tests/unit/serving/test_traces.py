@@ -282,4 +282,5 @@ async def test_a_moved_request_stays_one_trace_of_its_namespace(
     names_of_spans = [span["name"] for span in (await trace_of(http))["spans"]]
     assert {"chat tiny", names.MIGRATE_FREEZE, names.MIGRATE_COMMIT} < set(names_of_spans)
     (listed,) = (await http.get("/v1/traces")).json()["data"]
+    assert listed["replicas"] == [source.replica_id, target.replica_id]
     assert (listed["id"], listed["namespace"], listed["num_spans"]) == (TRACE_ID, "chat", len(names_of_spans))
