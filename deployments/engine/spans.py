@@ -10,7 +10,7 @@ from opentelemetry.trace import Span
 
 from remora.namespaces.commands import Admitted, Taken
 from remora.platform.base import telemetry_names as names
-from remora.platform.base.telemetry import inject, start_span
+from remora.platform.base.telemetry import Attributes, inject, start_span
 
 if TYPE_CHECKING:
     from remora.deployments.engine.sequence import Sequence
@@ -136,11 +136,11 @@ class SequenceSpans:
     def _write_prices(self, sequence: Sequence, *, parent: Span | None = None) -> None:
         """One span a cause, from the first block that went for the sequence to the last."""
         for cause, price in self._evicted.items():
-            attributes = {names.REMORA_EVICT_CAUSE: cause, names.REMORA_EVICT_BLOCKS: price.amount}
-            self._write(sequence, names.POOL_EVICT, price.first_unix_ns, attributes, price.last_unix_ns, parent=parent)
-        if (price := self._borrowed) is not None:
-            borrowed = {names.REMORA_BORROWED_BYTES: price.amount}
-            self._write(sequence, names.QUOTA_BORROW, price.first_unix_ns, borrowed, price.last_unix_ns, parent=parent)
+            evicted: Attributes = {names.REMORA_EVICT_CAUSE: cause, names.REMORA_EVICT_BLOCKS: price.amount}
+            self._write(sequence, names.POOL_EVICT, price.first_unix_ns, evicted, price.last_unix_ns, parent=parent)
+        if (more := self._borrowed) is not None:
+            borrowed = {names.REMORA_BORROWED_BYTES: more.amount}
+            self._write(sequence, names.QUOTA_BORROW, more.first_unix_ns, borrowed, more.last_unix_ns, parent=parent)
         self._evicted, self._borrowed = {}, None
 
     def _answered(self, sequence: Sequence, answer: str, attributes: Mapping[str, int]) -> Span:
@@ -159,7 +159,7 @@ class SequenceSpans:
         sequence: Sequence,
         name: str,
         start_unix_ns: int,
-        attributes: Mapping[str, str | int | float | list[str]],
+        attributes: Attributes,
         end_unix_ns: int | None = None,
         *,
         parent: Span | None = None,

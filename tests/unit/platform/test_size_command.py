@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "namespaces"))
+
+from pool_driver import Driver
+
+from remora.deployments.engine.base import EngineConfig
 from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.platform.cli.size import Load, kv_size
 
@@ -64,6 +71,30 @@ def test_an_arena_holds_its_load_and_is_one_that_the_configuration_takes(
     assert found.arena_bytes >= 2 * found.extent_bytes
     assert found.arena_bytes // found.extent_bytes * blocks_per_extent * GEOMETRY.block_bytes >= found.total_bytes
     assert found.total_bytes <= (num_sessions * -(-context_tokens // 32) + num_running) * GEOMETRY.block_bytes
+
+
+def test_a_pool_of_that_size_holds_the_load_to_the_byte_and_no_more_without_eviction() -> None:
+    wanted = load(num_sessions=20, context_tokens=256, shared_tokens=70, num_running=4)
+    size = kv_size(GEOMETRY, wanted)
+    driver = Driver(num_extents=size.arena_bytes // size.extent_bytes, extent_bytes=size.extent_bytes)
+    driver.is_checked = False
+    driver.namespace("chat")
+    replica = driver.lease(geometry=GEOMETRY)
+
+    def session(number: int) -> list[int]:
+        return [*range(70), *range(1000 * number, 1000 * number + 186)]
+
+    for number in range(1, 17):
+        replica.cache(f"idle-{number}", "chat", session(number))
+    for number in range(17, 21):
+        # At its last token, which is not computed yet, and with the block that an engine asks for ahead of need.
+        replica.run(f"running-{number}", "chat", session(number)[:-1], more_blocks=EngineConfig().num_reserve_blocks)
+    report = driver.report("chat")
+    assert report.used_bytes + report.cached_bytes == size.total_bytes
+    assert report.evicted_blocks == {}
+    for number in range(21, 24):
+        replica.cache(f"idle-{number}", "chat", session(number))
+    assert driver.report("chat").evicted_blocks
 
 
 @needs_model
