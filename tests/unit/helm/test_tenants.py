@@ -6,7 +6,9 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 from chart_support import (
     Manifests,
@@ -85,3 +87,13 @@ def test_prometheus_and_the_test_pod_get_the_operators_key(rendered: Callable[[s
     (test,) = [pod for pod in pods_of(manifests) if pod.name == "test"]
     (container,) = test.spec["containers"]
     assert container["env"] == [{"name": "REMORA_API_KEY", "valueFrom": {"secretKeyRef": reference}}]
+
+
+@pytest.mark.parametrize(("values", "with_tenants"), [("default", False), ("everything", True)])
+def test_the_notes_say_whether_keys_are_asked_for_and_sessions_are_kept(
+    values: str, with_tenants: bool, chart: Any
+) -> None:
+    notes = chart.render(values_of(values), name="demo", namespace="models")["remora/templates/NOTES.txt"]
+    assert ("Requests need an API key" in notes) == with_tenants
+    assert ("WARNING: without tenants" in notes) != with_tenants
+    assert ("Sessions are kept in a file of one pod" in notes) != with_tenants
