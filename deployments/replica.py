@@ -46,7 +46,7 @@ from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, RouterId
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
-from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
+from remora.platform.base.telemetry import flush_telemetry, keep_traces, setup_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -197,9 +197,10 @@ class ModelReplica:
         self._cancel_all(request_ids)
         return b""
 
-    async def keep_alive(self, router_id: str, *, target: str) -> bytes:
-        """The router is there, and wants its feed."""
+    async def keep_alive(self, router_id: str, wanted_traces: str = "", *, target: str) -> bytes:
+        """The router is there, and wants its feed; it keeps these traces, with spaces between them."""
         self._hub.hear(RouterId(router_id))
+        keep_traces(wanted_traces.split())
         return b""
 
     async def feed(self, router_id: str, *, target: str) -> AsyncIterator[bytes]:

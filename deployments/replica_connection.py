@@ -22,6 +22,8 @@ MAX_SILENCE_S = 10.0
 CALL_TIMEOUT_S = 10.0
 #: How often the replica is told that this router is there; it gives up after five times as long.
 KEEP_ALIVE_S = 1.0
+#: Traces that a replica is asked for at once; of more it keeps nothing.
+MAX_WANTED_TRACES = 512
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 
@@ -73,6 +75,7 @@ class ReplicaConnection:
         self._keep_alive_s = keep_alive_s
         self._requests: list[GenerationRequest] = []
         self._cancels: list[RequestId] = []
+        self._wanted_traces: list[str] = []
         self._outbox_ready = asyncio.Event()
         self._last_message_s = 0.0
 
@@ -91,6 +94,11 @@ class ReplicaConnection:
             self._cancels.append(request_id)
             self._outbox_ready.set()
 
+    def keep_trace(self, trace_id: str) -> None:
+        """Has the replica write what it did for an unsampled request; it is told with the next sign of life."""
+        if self.connected and len(self._wanted_traces) < MAX_WANTED_TRACES:
+            self._wanted_traces.append(trace_id)
+
     async def _send_outbox(self) -> None:
         while True:
             await self._outbox_ready.wait()
@@ -107,7 +115,8 @@ class ReplicaConnection:
         while True:
             await asyncio.sleep(self._keep_alive_s)
             async with asyncio.timeout(self._call_timeout_s):
-                await self.link.keep_alive(self._router_id)
+                wanted, self._wanted_traces = self._wanted_traces, []
+                await self.link.keep_alive(self._router_id, wanted)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
@@ -139,7 +148,7 @@ class ReplicaConnection:
 
     def _disconnect(self) -> bool:
         was_connected, self.connected, self.card = self.connected, False, None
-        self._requests, self._cancels = [], []
+        self._requests, self._cancels, self._wanted_traces = [], [], []
         self._outbox_ready.clear()
         return was_connected
 

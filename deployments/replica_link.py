@@ -26,8 +26,9 @@ class ReplicaLink(Protocol):
         """
         ...
 
-    async def keep_alive(self, router_id: RouterId) -> None:
-        """Says that the router is there. To be called every second while a feed is open."""
+    async def keep_alive(self, router_id: RouterId, wanted_traces: Sequence[str] = ()) -> None:
+        """Says that the router is there, and which traces are kept though they were not sampled. To be called every
+        second while a feed is open."""
         ...
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:

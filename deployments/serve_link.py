@@ -44,8 +44,8 @@ class ServeLink:
     async def cancel(self, request_ids: Sequence[RequestId]) -> None:
         await self._call("cancel", _encoder.encode(list(request_ids)))
 
-    async def keep_alive(self, router_id: RouterId) -> None:
-        await self._call("keep_alive", router_id)
+    async def keep_alive(self, router_id: RouterId, wanted_traces: Sequence[str] = ()) -> None:
+        await self._call("keep_alive", router_id, " ".join(wanted_traces))
 
     async def drain(self, draining: bool) -> None:
         await self._call("drain", draining)

@@ -18,7 +18,7 @@ import atexit
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,7 +36,7 @@ from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import TelemetryConfig
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.span_file import SpanFileExporter, traces_dir
-from remora.platform.base.tail_sampling import KeepSlowAndFailed, recording_sampler
+from remora.platform.base.tail_sampling import KeepSlowAndFailed, RememberUnsampled, recording_sampler
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, AttributeValue]
@@ -55,18 +55,25 @@ class _ProcessTelemetry:
     def __init__(self) -> None:
         self.provider: TracerProvider | None = None
         self.tracer: Tracer = trace.NoOpTracer()
+        self.remembered: RememberUnsampled | None = None
 
 
 _process = _ProcessTelemetry()
 
 
 def setup_telemetry(
-    process_name: str, config: TelemetryConfig, state_dir: Path, *, requests_begin_here: bool = False
+    process_name: str,
+    config: TelemetryConfig,
+    state_dir: Path,
+    *,
+    requests_begin_here: bool = False,
+    on_kept: Callable[[str], None] | None = None,
 ) -> None:
     """Starts tracing in this process. The first call counts, later ones change nothing.
 
     `process_name` becomes `service.name` with the prefix "remora." and part of the file's name. The process in which
-    requests begin also keeps its spans of slow and failed ones that are not sampled (tail_sampling.py).
+    requests begin also keeps its spans of slow and failed ones that are not sampled, and says so to `on_kept`, which is
+    to have `keep_traces` called in the others (tail_sampling.py).
     Raises ConfigError if the traces cannot be written below `state_dir`.
     """
     if _process.provider is not None or not config.enabled:
@@ -80,7 +87,7 @@ def setup_telemetry(
         raise ConfigError(f"cluster.state_dir: cannot write traces below {state_dir}: {error.strerror}") from error
     if config.otlp_endpoint is not None:
         exporters.append(_otlp_exporter(config.otlp_endpoint, config.otlp_protocol))
-    keep_slow_s = config.keep_slow_s if requests_begin_here and config.sample_ratio < 1 else None
+    keep_slow_s = config.keep_slow_s if config.sample_ratio < 1 else None
     provider = TracerProvider(
         resource=_resource(process_name),
         sampler=ParentBased(TraceIdRatioBased(config.sample_ratio))
@@ -98,8 +105,11 @@ def setup_telemetry(
     ]
     for processor in processors:
         provider.add_span_processor(processor)
-    if keep_slow_s is not None:
-        provider.add_span_processor(KeepSlowAndFailed(processors, keep_slow_s))
+    if keep_slow_s is not None and requests_begin_here:
+        provider.add_span_processor(KeepSlowAndFailed(processors, keep_slow_s, on_kept))
+    elif keep_slow_s is not None:
+        _process.remembered = RememberUnsampled(processors)
+        provider.add_span_processor(_process.remembered)
     _process.provider = provider
     _process.tracer = provider.get_tracer("remora", _version())
     atexit.register(shutdown_telemetry)
@@ -108,7 +118,7 @@ def setup_telemetry(
 def shutdown_telemetry() -> None:
     """Writes what is pending and stops; `setup_telemetry` may be called again. Runs at the exit of the process."""
     provider, _process.provider = _process.provider, None
-    _process.tracer = trace.NoOpTracer()
+    _process.tracer, _process.remembered = trace.NoOpTracer(), None
     if provider is not None:
         atexit.unregister(shutdown_telemetry)
         provider.shutdown()
@@ -117,6 +127,12 @@ def shutdown_telemetry() -> None:
 def flush_telemetry(timeout_s: float = EXPORT_TIMEOUT_S) -> bool:
     """Writes what is pending now. False if it took longer than `timeout_s`."""
     return _process.provider is None or _process.provider.force_flush(int(timeout_s * 1000))
+
+
+def keep_traces(trace_ids: Iterable[str]) -> None:
+    """Writes what this process remembers of these traces, which were not sampled, and what it will yet do for them."""
+    if _process.remembered is not None:
+        _process.remembered.keep(trace_ids)
 
 
 def tracer() -> Tracer:

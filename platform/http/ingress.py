@@ -57,7 +57,9 @@ class HttpRouter:
         logging.basicConfig(level=logging.INFO)
         bind_replica_to_loopback()
         state_dir = config.cluster.state_dir or default_state_dir()
-        setup_telemetry("router", config.telemetry, state_dir, requests_begin_here=True)
+        setup_telemetry(
+            "router", config.telemetry, state_dir, requests_begin_here=True, on_kept=self._keep_trace_everywhere
+        )
         self._models = models
         self._core = RouterCore(config, self._connect, router_id=RouterId(f"router-{uuid.uuid4().hex[:12]}"))
         registry = get_or_create_registry(config.cluster)
@@ -79,6 +81,10 @@ class HttpRouter:
                 connect=partial(RemoteTraces, config.cluster),
             ),
         )
+
+    def _keep_trace_everywhere(self, trace_id: str) -> None:
+        for connection in self._core.connections():
+            connection.keep_trace(trace_id)
 
     async def move_own(self, session_id: str, target: str) -> bytes:
         """Moves the session's running request if this router has it, for whichever router was asked."""

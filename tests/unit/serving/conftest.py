@@ -58,6 +58,7 @@ class FakeReplica:
         self.submitted: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
         self.num_submit_calls = 0
+        self.wanted_traces: list[str] = []
         #: What it says it has found in the cache.
         self.num_cached_tokens = 4
         self.drop_next_delta = False
@@ -133,8 +134,9 @@ class FakeReplica:
                 del self.running[request.request_id]
                 self.hub.emit(request.router_id, (delta,))
 
-    async def keep_alive(self, router_id: RouterId) -> None:
+    async def keep_alive(self, router_id: RouterId, wanted_traces: Sequence[str] = ()) -> None:
         self._check()
+        self.wanted_traces += wanted_traces
         self.hub.hear(router_id)
 
     async def cancel(self, request_ids: Sequence[RequestId]) -> None:

@@ -220,6 +220,28 @@ async def test_prompts_and_answers_are_in_spans_when_asked_for(
     assert said_message == {"role": "assistant", "parts": [{"type": "text", "content": answer}]}
 
 
+async def test_replicas_are_told_which_unsampled_traces_are_kept(
+    server: Any, http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    def keep(trace_id: str) -> None:
+        for connection in server.core.connections():
+            connection.keep_trace(trace_id)
+
+    config = TelemetryConfig(sample_ratio=0.0, keep_slow_s=1000)
+    telemetry.shutdown_telemetry()
+    telemetry.setup_telemetry("router", config, tmp_path, requests_begin_here=True, on_kept=keep)
+    try:
+        good = await http.post("/v1/chat/completions", json=BODY)
+        bad = await http.post("/v1/chat/completions", json={**BODY, "max_tokens": 5000})
+        assert (good.status_code, bad.status_code) == (200, 400)
+        assert telemetry.flush_telemetry()
+        (listed,) = (await http.get("/v1/traces")).json()["data"]
+        await server.cluster.settle(lambda: bool(server.replica.wanted_traces))
+    finally:
+        telemetry.shutdown_telemetry()
+    assert server.replica.wanted_traces == [listed["id"]]
+
+
 async def test_traces_are_listed_by_namespace_session_and_duration(traced: Any, http: httpx.AsyncClient) -> None:
     await http.post("/v1/chat/completions", json=BODY)
     await http.post("/v1/chat/completions", json={**BODY, "namespace": "batch/team-a"})
