@@ -364,7 +364,10 @@ class Server:
             turns=self.turns,
             running_moves=OwnMoves(self.core),
             traces=ClusterTraces(
-                "node-a", LocalTraces(traces_dir(state_dir)), list_nodes=self.list_nodes, connect=self.connect_node
+                "node-a",
+                LocalTraces(traces_dir(state_dir)),
+                list_nodes=self.list_nodes,
+                connect=lambda node: self.nodes[node],
             ),
         )
         server_config = uvicorn.Config(create_app(services), host="127.0.0.1", port=0, log_config=None, lifespan="off")
@@ -374,9 +377,6 @@ class Server:
 
     async def list_nodes(self) -> set[str]:
         return set(self.nodes)
-
-    def connect_node(self, node_id: str) -> NodeTraces:
-        return self.nodes[node_id]
 
     async def start(self) -> None:
         self._tasks = [asyncio.create_task(self._server.serve()), asyncio.create_task(self._step())]
