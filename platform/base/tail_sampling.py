@@ -25,7 +25,7 @@ from opentelemetry.util.types import Attributes
 #: Of one request; more are not remembered.
 _MAX_SPANS = 64
 #: Requests that a process remembers which does not see them end; and as many that it was told to keep.
-MAX_REMEMBERED = 2048
+MAX_REMEMBERED = 1024
 
 
 class _RecordInstead(Sampler):
