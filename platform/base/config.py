@@ -147,8 +147,7 @@ class TelemetryConfig(_Section):
 
     enabled: bool = True
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    #: Of requests that are not sampled, those that fail or take so many seconds are kept all the same, as far as the
-    #: router saw them; None: no.
+    #: Of requests that are not sampled, those that fail or take so many seconds are kept all the same; None: none.
     keep_slow_s: Annotated[float, Field(gt=0)] | None = 10.0
     #: Whether spans hold what was asked and answered.
     capture_content: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,13 +113,25 @@ def folder_id(directory: Path) -> str:
 
 
 def prune_span_files(directory: Path, max_bytes: int) -> None:
-    """Removes the files that were written to longest ago until the rest takes at most `max_bytes`."""
+    """Removes files of processes that have ended, those written to longest ago first, until they take at most
+    `max_bytes` together."""
     left_bytes = max_bytes
-    found = [(path.stat(), path) for path in directory.glob("*.jsonl")]
-    for status, path in sorted(found, key=lambda item: item[0].st_mtime_ns, reverse=True):
-        left_bytes -= status.st_size
+    found: list[tuple[int, int, Path]] = []
+    for path in directory.glob("*.jsonl"):
+        with contextlib.suppress(FileNotFoundError):  # another process prunes as well
+            if not _is_written(path):
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+    for _, size_bytes, path in sorted(found, reverse=True):
+        left_bytes -= size_bytes
         if left_bytes < 0:
             path.unlink(missing_ok=True)
+
+
+def _is_written(path: Path) -> bool:
+    """Whether the process that its name ends in is there: "router-4711.jsonl"."""
+    match = re.search(r"-(\d+)(?:\.old)?\.jsonl$", path.name)
+    return match is not None and Path(f"/proc/{match[1]}").exists()
 
 
 def read_spans(directory: Path) -> Iterator[StoredSpan]:

@@ -35,7 +35,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import TelemetryConfig
 from remora.platform.base.errors import ConfigError
-from remora.platform.base.span_file import SpanFileExporter, traces_dir
+from remora.platform.base.span_file import SpanFileExporter, prune_span_files, traces_dir
 from remora.platform.base.tail_sampling import KeepSlowAndFailed, RememberUnsampled, recording_sampler
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
@@ -45,6 +45,9 @@ Attributes = Mapping[str, AttributeValue]
 EXPORT_DELAY_S = 0.5
 #: Longest that one export, and so the end of a process, waits for a collector that does not answer.
 EXPORT_TIMEOUT_S = 5
+
+#: Spans of ended processes are kept up to so many times the bound of one process.
+_KEPT_FILES = 4
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -80,6 +83,7 @@ def setup_telemetry(
         return
     file_name = re.sub(r"[^A-Za-z0-9._-]", "_", process_name)
     try:
+        prune_span_files(traces_dir(state_dir), _KEPT_FILES * int(config.max_file_bytes))
         exporters: list[SpanExporter] = [
             SpanFileExporter(traces_dir(state_dir) / f"{file_name}-{os.getpid()}.jsonl", int(config.max_file_bytes))
         ]

@@ -15,7 +15,6 @@ import click
 from remora.cache_actors.process_watch import process_identity
 from remora.platform.base.config import RemoraConfig, load_config, parse_config
 from remora.platform.base.serve_environment import is_loopback
-from remora.platform.base.span_file import prune_span_files, traces_dir
 from remora.platform.cli.instance import InstanceStore, clear_all, clear_remains, state_dir_of
 from remora.platform.cli.local_platform import LocalPlatform
 from remora.platform.cli.progress import Progress
@@ -80,7 +79,6 @@ def up(config_file: Path | None, port: int | None, name: str | None) -> None:
         plans = plan_models(config, progress.say)
         check_sizes(config, plans)
         check_memory(config, plans)
-        prune_span_files(traces_dir(state_dir), 4 * int(config.telemetry.max_file_bytes))
         platform = LocalPlatform(config, store, process_identity(), progress.say)
 
         def clear_up() -> None:

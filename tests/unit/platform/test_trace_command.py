@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ByteSize
 
+from remora.platform.base import telemetry
+from remora.platform.base.config import TelemetryConfig
 from remora.platform.base.span_file import StoredSpan, prune_span_files
 from remora.platform.base.trace_store import TraceQuery, TraceStore
 from remora.platform.cli.load_generator import percentile
@@ -111,17 +114,30 @@ def test_a_beginning_must_mean_one_trace(run: Run, state_dir: Path, beginning: s
     assert message in ran.err
 
 
-def test_the_oldest_files_are_pruned_first(tmp_path: Path) -> None:
+def test_the_oldest_files_of_ended_processes_are_pruned_first(tmp_path: Path) -> None:
     import os
 
-    for age, name in enumerate(["new", "middle", "old"]):
+    ended = 2**22 + 1  # more than the kernel gives
+    alive = [f"router-{os.getpid()}", f"router-{os.getpid()}.old"]
+    for age, name in enumerate([f"new-{ended}", f"middle-{ended}.old", f"old-{ended}", *alive]):
         path = tmp_path / f"{name}.jsonl"
         path.write_bytes(b"x" * 100)
         os.utime(path, (1000 - age, 1000 - age))
     prune_span_files(tmp_path, 250)
-    assert sorted(path.stem for path in tmp_path.iterdir()) == ["middle", "new"]
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted([f"middle-{ended}.old", f"new-{ended}", *alive])
     prune_span_files(tmp_path, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(alive)
+
+
+def test_a_process_that_starts_prunes_what_others_have_left(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"replica-{2**22 + number}.jsonl").write_bytes(b"x" * 2**20)
+    telemetry.shutdown_telemetry()
+    telemetry.setup_telemetry("router", TelemetryConfig(max_file_bytes=ByteSize(2**20)), tmp_path)
+    telemetry.shutdown_telemetry()
+    assert len(list(folder.glob("replica-*.jsonl"))) == 4
 
 
 def test_percentiles_are_values_that_occurred() -> None:
