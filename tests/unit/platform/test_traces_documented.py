@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
+from remora.deployments.moves import Transfer
+from remora.deployments.placement import RouteReason
+from remora.namespaces.blocks import EvictionCause
 from remora.platform.base import telemetry_names
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,6 +25,16 @@ def test_every_name_is_on_the_page_and_every_name_on_the_page_exists() -> None:
     table = PAGE.split("## Spans")[1].split("## Attributes")[0]
     assert set(re.findall(r"^\| `(\w+\.\w+)` \|", table, re.MULTILINE)) == spans
     assert set(re.findall(r"`(\w+) MODEL`", table)) == operations
+
+
+def test_every_value_that_code_chooses_from_is_on_the_page() -> None:
+    for name, values in (
+        (telemetry_names.REMORA_ROUTE_REASON, RouteReason),
+        (telemetry_names.REMORA_EVICT_CAUSE, EvictionCause),
+        (telemetry_names.REMORA_MIGRATE_TRANSFER, Transfer),
+    ):
+        (meaning,) = re.findall(rf"^\| `{re.escape(name)}` \| (.*) \|$", PAGE, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", meaning)) == set(get_args(values)), name
 
 
 def test_every_name_is_used() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from exported_metrics import exported_metrics
+
+from remora.namespaces.blocks import EvictionCause
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 #: Names end in what they count: a unit, things, or _total for counters.
@@ -24,6 +27,10 @@ def documented() -> dict[str, tuple[str, tuple[str, ...]]]:
 def test_every_metric_is_documented_with_its_type_and_labels() -> None:
     exported = {each.name: (each.type, each.labels) for each in exported_metrics().values()}
     assert documented() == exported
+
+
+def test_every_cause_of_an_eviction_is_explained() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", DOCS.read_text(), re.MULTILINE)) == set(get_args(EvictionCause))
 
 
 def test_names_of_durations_and_sizes_end_in_their_unit() -> None:
