@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from remora.deployments.engine.messages import FeedMessage, GenerationRequest, TokenDelta
+from remora.deployments.engine.messages import FeedMessage, GenerationRequest, LoadReport, TokenDelta
 from remora.platform.base.errors import IntegrityError, Unavailable
 from remora.platform.base.ids import ReplicaId, RequestId, RouterId
 
@@ -49,14 +49,14 @@ class FeedHub:
         replica_id: ReplicaId,
         *,
         on_abandoned: Callable[[Sequence[RequestId]], None],
-        load_tokens: Callable[[], int],
+        load: Callable[[], LoadReport],
         card_no: Callable[[], int] = lambda: 0,
         heartbeat_s: float = HEARTBEAT_S,
         max_router_silence_s: float = MAX_ROUTER_SILENCE_S,
     ) -> None:
         self._replica_id = replica_id
         self._on_abandoned = on_abandoned
-        self._load_tokens = load_tokens
+        self._load = load
         self._card_no = card_no
         self._heartbeat_s = heartbeat_s
         self._max_router_silence_s = max_router_silence_s
@@ -137,7 +137,7 @@ class FeedHub:
                     replica_id=self._replica_id,
                     message_no=feed.message_no,
                     deltas=deltas,
-                    load_tokens=self._load_tokens(),
+                    load=self._load(),
                     card_no=self._card_no(),
                 )
                 feed.message_no += 1

@@ -204,6 +204,7 @@ class Moves:
                 try:
                     await self.move(stream, self._choose(stream, candidates), "drain")
                 except RemoraError as error:
+                    self._core.stats.move_failed(stream.request.model_id, "drain")
                     logger.info("request %s stays at %s: %s", stream.request_id, replica_id, error)
 
         async with asyncio.TaskGroup() as group:

@@ -107,7 +107,7 @@ class ModelReplica:
         self._hub = FeedHub(
             self.replica_id,
             on_abandoned=self._cancel_all,
-            load_tokens=lambda: self._engine.load_tokens,
+            load=lambda: self._engine.load(),
             card_no=lambda: self._formats.version,
         )
         self._engine = Engine(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Protocol
 
-from remora.deployments.engine.messages import FeedMessage, GenerationRequest
+from remora.deployments.engine.messages import FeedMessage, GenerationRequest, LoadReport
 from remora.deployments.model_card import ModelCard
 from remora.deployments.replica_link import ReplicaLink
 from remora.platform.base.errors import RemoraError, Unavailable
@@ -64,8 +64,8 @@ class ReplicaConnection:
         #: Set with the first message of a feed; cleared when it is lost.
         self.card: ModelCard | None = None
         self.connected = False
-        #: Tokens queued and running, as the replica last said.
-        self.reported_load_tokens = 0
+        #: As the replica last said.
+        self.reported = LoadReport()
         #: Tokens of this router's own unfinished requests there; kept by the owner.
         self.own_load_tokens = 0
         self._router_id = router_id
@@ -189,7 +189,7 @@ class ReplicaConnection:
             if message.message_no != next_no:
                 raise Unavailable(f"feed message {message.message_no} came instead of {next_no}")
             next_no += 1
-            self.reported_load_tokens = message.load_tokens
+            self.reported = message.load
             if next_no == 1:
                 self.card = card
                 self.connected = True

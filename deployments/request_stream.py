@@ -59,7 +59,7 @@ class RequestStream:
         self.target: ReplicaId | None = None
         #: While it is moved: from where, since when, and the pause once the first delta of the new attempt is here.
         self.origin: ReplicaId | None = None
-        self._taken_off_s = 0.0
+        self._taken_off_s: float | None = None
         self._landing: asyncio.Future[float] | None = None
         self._on_close = on_close
         self._pending: list[TokenDelta] = []
@@ -108,6 +108,11 @@ class RequestStream:
         """Whether it was moved and nothing has come of the new attempt yet."""
         return self._landing is not None
 
+    @property
+    def moved_s(self) -> float | None:
+        """When it was last moved, by the event loop's clock."""
+        return self._taken_off_s
+
     def take_off(self, origin: ReplicaId | None) -> asyncio.Future[float]:
         """The current attempt is over, the next is to begin elsewhere. The future will hold the pause in seconds."""
         loop = asyncio.get_running_loop()
@@ -118,7 +123,7 @@ class RequestStream:
     def land(self) -> None:
         """The first delta after a move is here."""
         landing, self._landing = self._landing, None
-        if landing is not None and not landing.done():
+        if landing is not None and self._taken_off_s is not None and not landing.done():
             landing.set_result(landing.get_loop().time() - self._taken_off_s)
 
     def crash_land(self) -> None:

@@ -394,5 +394,5 @@ def _candidate(connection: ReplicaConnection) -> Candidate:
         replica_id=connection.replica_id,
         pool_id=connection.card.pool_id,
         # The replica's word includes other routers' requests, ours includes what it has not heard of yet.
-        load_tokens=max(connection.own_load_tokens, connection.reported_load_tokens),
+        load_tokens=max(connection.own_load_tokens, connection.reported.load_tokens),
     )

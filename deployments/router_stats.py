@@ -11,7 +11,7 @@ from remora.platform.base.ids import ModelId
 
 ResumeReason = Literal["replica_lost", "unavailable", "gap", "refused"]
 #: Why a running request was moved.
-MoveReason = Literal["asked", "drain"]
+MoveReason = Literal["asked", "drain", "load", "memory"]
 _PAUSE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -38,7 +38,18 @@ class RouterStats:
             ("model",),
             registry=self.registry,
         )
-
+        self._moved = Counter(
+            "remora_router_moved_requests_total",
+            "Unfinished requests that went on at another replica, by why.",
+            ("model", "reason"),
+            registry=self.registry,
+        )
+        self._failed_moves = Counter(
+            "remora_router_failed_moves_total",
+            "Moves that the router decided on and that did not come about, by why it did.",
+            ("model", "reason"),
+            registry=self.registry,
+        )
         self._pause_s = Histogram(
             "remora_migration_pause_seconds",
             "From the end of a moved request's work at one replica to its first token from another.",
@@ -54,7 +65,15 @@ class RouterStats:
         self._resumed.labels(model_id, reason).inc()
 
     def moved(self, model_id: ModelId, reason: MoveReason, pause_s: float) -> None:
+        self._moved.labels(model_id, reason).inc()
         self._pause_s.labels(model_id, reason).observe(pause_s)
+
+    def requeued(self, model_id: ModelId, reason: MoveReason) -> None:
+        """Moved before anything had come of it."""
+        self._moved.labels(model_id, reason).inc()
+
+    def move_failed(self, model_id: ModelId, reason: MoveReason) -> None:
+        self._failed_moves.labels(model_id, reason).inc()
 
     def abandoned(self, model_id: ModelId) -> None:
         self._abandoned.labels(model_id).inc()

@@ -23,7 +23,7 @@ from remora.deployments.engine.base import (
     FindNamespace,
     OnFenced,
 )
-from remora.deployments.engine.messages import GenerationRequest
+from remora.deployments.engine.messages import GenerationRequest, LoadReport
 from remora.deployments.engine.request_book import RequestBook
 from remora.deployments.engine.scheduler import Scheduled, Scheduler
 from remora.deployments.engine.sequence import Phase
@@ -116,10 +116,18 @@ class Engine:
             is_fenced=self._is_fenced,
         )
 
-    @property
-    def load_tokens(self) -> int:
-        """Tokens of all live choices, for the router's load view."""
-        return self._book.counters.load_tokens
+    def load(self) -> LoadReport:
+        """What is in work and in the queue now."""
+        waiting = {Phase.WAITING: 0, Phase.ADMITTING: 0, Phase.PARKED: 0}
+        for live in list(self._book.live.values()):
+            for sequence in live.sequences:
+                if sequence.phase in waiting:
+                    waiting[sequence.phase] += sequence.num_tokens
+        return LoadReport(
+            load_tokens=self._book.counters.load_tokens,
+            waiting_tokens=sum(waiting.values()),
+            parked_tokens=waiting[Phase.PARKED],
+        )
 
     def start(self) -> None:
         """Gives the engine its thread."""

@@ -100,13 +100,23 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     context: ContextOutcome | None = None
 
 
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica has in work and in its queue, for routers."""
+
+    #: Of all live choices.
+    load_tokens: int = 0
+    #: Of those that wait for a slot or for memory.
+    waiting_tokens: int = 0
+    #: Of those, parked by the pool: no memory. (The engine lets one sequence of a namespace wait there.)
+    parked_tokens: int = 0
+
+
 class FeedMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a replica has for one router since the last message; one a step at most."""
 
     replica_id: ReplicaId
     message_no: int
     deltas: tuple[TokenDelta, ...]
-    #: Tokens queued + running, for the router's load view.
-    load_tokens: int = 0
+    load: LoadReport = LoadReport()
     #: ModelCard.card_no of now: another one than known means that `describe` has news.
     card_no: int = 0

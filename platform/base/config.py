@@ -18,6 +18,7 @@ from remora.platform.base.config_types import Section as _Section
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.ids import NamespaceId
 from remora.platform.base.namespace_tree import parent_of
+from remora.platform.base.rebalance_config import RebalanceConfig
 from remora.platform.base.serve_environment import is_loopback
 from remora.platform.base.tenants import TenantConfig, check_tenants
 
@@ -187,6 +188,7 @@ class RemoraConfig(_Section):
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
     namespaces: tuple[NamespaceConfig, ...] = ()
     telemetry: TelemetryConfig = TelemetryConfig()
+    rebalance: RebalanceConfig = RebalanceConfig()
     #: Who may use the platform; empty: there are no API keys, and whoever reaches the port may do everything.
     tenants: tuple[TenantConfig, ...] = ()
     #: A YAML file with the list of tenants, in place of it here; relative to this file.
@@ -318,6 +320,7 @@ def _keys_at(location: tuple[int | str, ...]) -> str:
         "models": ModelConfig,
         "namespaces": NamespaceConfig,
         "telemetry": TelemetryConfig,
+        "rebalance": RebalanceConfig,
         "tenants": TenantConfig,
     }
     section = sections[location[0]] if location else RemoraConfig

@@ -60,7 +60,7 @@ def admin_routes(services: Services) -> APIRouter:
                     "node": core.listed(connection.replica_id).node_id,
                     "connected": connection.connected,
                     "draining": not core.listed(connection.replica_id).accepts,
-                    "load_tokens": connection.reported_load_tokens,
+                    "load_tokens": connection.reported.load_tokens,
                     "card": _card(connection),
                     "stats": figures,
                 }

@@ -26,6 +26,7 @@ from remora.deployments.listed import Listed
 from remora.deployments.models.load import load_tokenizer
 from remora.deployments.moves import Moved
 from remora.deployments.pool_reports import ClusterPools
+from remora.deployments.rebalancer import Rebalancer
 from remora.deployments.replica_link import ReplicaLink
 from remora.deployments.router import RouterCore
 from remora.deployments.serve_link import ServeLink
@@ -65,11 +66,13 @@ class HttpRouter:
         registry = get_or_create_registry(config.cluster)
         self._directory = ReplicaDirectory(registry, self._on_change)
         self._turns = SessionTurns(RegistrySessions(registry))
+        pools = ClusterPools(config.cluster.name)
+        self._rebalancer = Rebalancer(self._core, config.rebalance, pools.reports, num_routers=config.http.num_routers)
         self._services = Services(
             config=config,
             core=self._core,
             tokenizers=Tokenizers(self._core.catalog.models, load_tokenizer),
-            pools=ClusterPools(config.cluster.name),
+            pools=pools,
             routers=_AllRouters(self._core) if config.http.num_routers > 1 else OneRouter(self._core.stats.registry),
             stats=HttpStats(self._core.stats.registry),
             turns=self._turns,
@@ -116,9 +119,11 @@ class HttpRouter:
     async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
         await self._directory.start()
         self._on_change()
+        self._rebalancer.start()
         preload = asyncio.create_task(self._services.tokenizers.preload())
         yield
         preload.cancel()
+        await self._rebalancer.stop()
         await self._directory.stop()
         await self._core.stop()
         await self._turns.stop()

@@ -6,7 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from remora.deployments.engine.messages import FeedMessage, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from remora.deployments.engine.messages import (
+    FeedMessage,
+    FinishReason,
+    GenerationRequest,
+    LoadReport,
+    TokenDelta,
+    TokenLogprob,
+)
 from remora.deployments.feed import FeedHub
 from remora.deployments.model_card import ModelCard, NamespaceCard
 from remora.namespaces.geometry import KVPrecision
@@ -37,6 +44,7 @@ class FakeReplica:
         self.wanted_traces: list[str] = []
         #: What it says it has found in the cache.
         self.num_cached_tokens = 4
+        self.waiting_tokens = self.parked_tokens = 0
         self.drop_next_delta = False
         #: Answers a request with this error instead of tokens.
         self.error: dict[str, Any] | None = None
@@ -49,13 +57,16 @@ class FakeReplica:
         self.hub = FeedHub(
             self.replica_id,
             on_abandoned=self._drop,
-            load_tokens=self.load_tokens,
+            load=self.load,
             card_no=lambda: self.card_no,
             heartbeat_s=heartbeat_s,
         )
 
-    def load_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request, _ in self.running.values())
+    def load(self) -> LoadReport:
+        """What runs, and what the test says that waits."""
+        running = sum(len(request.prompt_token_ids) for request, _ in self.running.values())
+        waiting = self.waiting_tokens + self.parked_tokens
+        return LoadReport(load_tokens=running + waiting, waiting_tokens=waiting, parked_tokens=self.parked_tokens)
 
     def _drop(self, request_ids: Sequence[RequestId]) -> None:
         for request_id in request_ids:

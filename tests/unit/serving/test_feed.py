@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from remora.deployments.engine.messages import FeedMessage, FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from remora.deployments.engine.messages import (
+    FeedMessage,
+    FinishReason,
+    GenerationRequest,
+    LoadReport,
+    SamplingParams,
+    TokenDelta,
+)
 from remora.deployments.feed import FeedHub
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, RouterId
@@ -37,7 +44,7 @@ class Hub:
         self.hub = FeedHub(
             ReplicaId("a"),
             on_abandoned=lambda ids: self.abandoned.append(tuple(ids)),
-            load_tokens=lambda: 7,
+            load=lambda: LoadReport(load_tokens=7),
             heartbeat_s=heartbeat_s,
             max_router_silence_s=max_router_silence_s,
         )
@@ -46,7 +53,7 @@ class Hub:
 async def opened(hub: FeedHub) -> AsyncIterator[FeedMessage]:
     feed = hub.messages(ROUTER)
     first = await anext(feed)
-    assert (first.message_no, first.deltas, first.load_tokens) == (0, (), 7)
+    assert (first.message_no, first.deltas, first.load.load_tokens) == (0, (), 7)
     return feed
 
 
