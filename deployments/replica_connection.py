@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest, LoadReport
 from remora.deployments.model_card import ModelCard
+from remora.deployments.placement import Candidate
 from remora.deployments.replica_link import ReplicaLink
-from remora.platform.base.errors import RemoraError, Unavailable
+from remora.platform.base.errors import RemoraError, ReplicaLeaving, Unavailable
 from remora.platform.base.ids import ReplicaId, RequestId, RouterId
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,11 @@ class ConnectionOwner(Protocol):
         ...
 
     def on_message(self, connection: ReplicaConnection, message: FeedMessage) -> None: ...
+
+    def on_leaving(self, connection: ReplicaConnection, unsent: Sequence[GenerationRequest]) -> None:
+        """The replica is stopping: nothing reaches it any more, but its feed is open still. `unsent` it has never
+        had."""
+        ...
 
     def on_lost(self, connection: ReplicaConnection, reason: str) -> None:
         """Everything that was sent over the connection must be taken as lost."""
@@ -64,6 +70,8 @@ class ReplicaConnection:
         #: Set with the first message of a feed; cleared when it is lost.
         self.card: ModelCard | None = None
         self.connected = False
+        #: Whether the replica is stopping: it takes nothing new, and its feed is read while something is left there.
+        self.leaving = False
         #: As the replica last said.
         self.reported = LoadReport()
         #: Tokens of this router's own unfinished requests there; kept by the owner.
@@ -78,6 +86,16 @@ class ReplicaConnection:
         self._wanted_traces: list[str] = []
         self._outbox_ready = asyncio.Event()
         self._last_message_s = 0.0
+
+    def candidate(self) -> Candidate:
+        """The replica as `place` sees it, while it is connected."""
+        assert self.card is not None
+        return Candidate(
+            replica_id=self.replica_id,
+            pool_id=self.card.pool_id,
+            # The replica's word includes other routers' requests, ours includes what it has not heard of yet.
+            load_tokens=max(self.own_load_tokens, self.reported.load_tokens),
+        )
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
@@ -106,17 +124,31 @@ class ReplicaConnection:
             cancels, self._cancels = self._cancels, []
             requests, self._requests = self._requests, []
             async with asyncio.timeout(self._call_timeout_s):
-                if cancels:
-                    await self.link.cancel(cancels)
-                if requests:
-                    await self.link.submit(requests)
+                try:
+                    if cancels:
+                        await self.link.cancel(cancels)
+                    if requests:
+                        await self.link.submit(requests)
+                except ReplicaLeaving as error:
+                    self._leave(error, requests)
 
     async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(self._keep_alive_s)
             async with asyncio.timeout(self._call_timeout_s):
                 wanted, self._wanted_traces = self._wanted_traces, []
-                await self.link.keep_alive(self._router_id, wanted)
+                try:
+                    await self.link.keep_alive(self._router_id, wanted)
+                    # Serve's list can lack a replica for a moment while its controller restarts.
+                    self.leaving = False
+                except ReplicaLeaving as error:
+                    self._leave(error, [])
+
+    def _leave(self, error: ReplicaLeaving, unsent: Sequence[GenerationRequest]) -> None:
+        if not self.leaving:
+            logger.info("replica %s is leaving: %s", self.replica_id, error)
+        self.leaving = True
+        self._owner.on_leaving(self, unsent)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
@@ -148,6 +180,7 @@ class ReplicaConnection:
 
     def _disconnect(self) -> bool:
         was_connected, self.connected, self.card = self.connected, False, None
+        self.leaving = False
         self._requests, self._cancels, self._wanted_traces = [], [], []
         self._outbox_ready.clear()
         return was_connected
@@ -167,6 +200,9 @@ class ReplicaConnection:
                 done, _ = await asyncio.wait(
                     tasks, timeout=min(1.0, self._max_silence_s / 4), return_when=asyncio.FIRST_COMPLETED
                 )
+                if self.leaving and not self.own_load_tokens:
+                    # So that the replica need not wait for its time to run out.
+                    raise Unavailable("it is leaving, and nothing is left there")
                 if not done and loop.time() - self._last_message_s > self._max_silence_s:
                     raise Unavailable(f"the feed was silent for {self._max_silence_s:g} s")
             for task in done:

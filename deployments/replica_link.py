@@ -13,7 +13,8 @@ from remora.platform.base.ids import NamespaceId, RequestId, RouterId
 
 class ReplicaLink(Protocol):
     """Calls to one replica. Every method raises Unavailable when the replica cannot be reached or is gone; it then
-    may or may not have taken effect."""
+    may or may not have taken effect. ReplicaLeaving: it has not, for the replica is stopping (or not there yet), but a
+    feed that is open goes on."""
 
     async def describe(self) -> ModelCard: ...
 

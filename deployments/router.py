@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -111,11 +111,15 @@ class RouterCore:
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
         """Connected replicas of the model that take requests."""
-        return [_candidate(connection) for connection in self._connected(model_id)]
+        return [connection.candidate() for connection in self._connected(model_id)]
 
     def draining(self) -> list[ReplicaId]:
-        """Listed replicas that take nothing new."""
-        return [replica_id for replica_id, listed in self._listed.items() if not listed.accepts]
+        """Replicas that take nothing new."""
+        return [
+            replica_id
+            for replica_id, connection in self._connections.items()
+            if connection.leaving or not self._listed[replica_id].accepts
+        ]
 
     def streams_at(self, replica_id: ReplicaId) -> list[RequestStream]:
         """Unfinished requests whose current attempt is there."""
@@ -169,10 +173,8 @@ class RouterCore:
                 f"{MAX_OPEN_REQUESTS} requests are already under way; try again in a second.", retry_after_s=1.0
             )
         card = await self.card(job.model_id)
-        sampling = job.sampling
-        if sampling.seed is None:
-            # Drawn here and not by a replica, so that a resumed request continues the same random stream.
-            sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
+        # Drawn here and not by a replica, so that a resumed request continues the same random stream.
+        seed = self._random.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
         root = self.catalog.chain_root(job.namespace_id, card.of(job.namespace_id).fingerprint)
         context = job.context or ContextPlan()
         hashed = job.prompt_token_ids[: context.horizon(len(job.prompt_token_ids), card.max_model_len)]
@@ -183,7 +185,7 @@ class RouterCore:
             namespace_id=job.namespace_id,
             prompt_token_ids=job.prompt_token_ids,
             block_hashes=tuple(chain_hashes(root, hashed, card.block_tokens, chain_edits(context.edits))),
-            sampling=sampling,
+            sampling=msgspec.structs.replace(job.sampling, seed=seed),
             num_choices=job.num_choices,
             grammar=job.grammar,
             priority=job.priority,
@@ -204,7 +206,7 @@ class RouterCore:
         return [
             connection
             for replica_id, connection in self._connections.items()
-            if connection.connected and self._listed[replica_id].takes(model_id)
+            if connection.connected and not connection.leaving and self._listed[replica_id].takes(model_id)
         ]
 
     def _assign_waiting(self) -> None:
@@ -233,7 +235,7 @@ class RouterCore:
             if stream.target is not None and any(each.replica_id == stream.target for each in connected):
                 choice = Choice(stream.target, "moved")
             else:
-                choice = place(key, [_candidate(each) for each in connected], stream.load_tokens, stream.owner)
+                choice = place(key, [each.candidate() for each in connected], stream.load_tokens, stream.owner)
             route.set_attribute(names.REMORA_REPLICA_ID, choice.replica_id)
             route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)
             route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
@@ -277,6 +279,15 @@ class RouterCore:
                     self._forget(stream)
             elif verdict == "gap":
                 self._resume(stream, "gap", Unavailable("tokens of this request were lost on their way"))
+
+    def on_leaving(self, connection: ReplicaConnection, unsent: Sequence[GenerationRequest]) -> None:
+        for request in unsent:
+            stream = self._streams.get(request.request_id)
+            if stream is not None and stream.replica_id == connection.replica_id:
+                self._withdraw(stream)
+                self.stats.resumed(request.model_id, "unavailable")
+                self._next_attempt(stream, None)
+        self.moves.drain()
 
     def on_lost(self, connection: ReplicaConnection, reason: str) -> None:
         for stream in [each for each in self._streams.values() if each.replica_id == connection.replica_id]:
@@ -386,13 +397,3 @@ class RouterCore:
             load = sum(stream.load_tokens for stream in self._streams.values() if stream.replica_id == replica_id)
             if connection.own_load_tokens != load:
                 raise IntegrityError(f"replica {replica_id} is charged {connection.own_load_tokens} tokens, not {load}")
-
-
-def _candidate(connection: ReplicaConnection) -> Candidate:
-    assert connection.card is not None
-    return Candidate(
-        replica_id=connection.replica_id,
-        pool_id=connection.card.pool_id,
-        # The replica's word includes other routers' requests, ours includes what it has not heard of yet.
-        load_tokens=max(connection.own_load_tokens, connection.reported.load_tokens),
-    )

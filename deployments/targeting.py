@@ -12,14 +12,14 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from remora.platform.base.errors import Unavailable
+from remora.platform.base.errors import ReplicaLeaving
 
 #: Keyword of a targeted call.
 TARGET = "target"
 
 
 class TargetedRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Every call goes to the replica whose unique id is its `target`, or fails with Unavailable at once."""
+    """Every call goes to the replica whose unique id is its `target`, or fails with ReplicaLeaving at once."""
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: PendingRequest | None = None
@@ -33,7 +33,7 @@ class TargetedRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no 
             return [found]
         if not pending_request.future.done():
             pending_request.future.set_exception(
-                Unavailable(f"Serve lists no replica {target!r} of {self._deployment_id.name!r} (any more, or yet)")
+                ReplicaLeaving(f"Serve lists no replica {target!r} of {self._deployment_id.name!r} (any more, or yet)")
             )
         # Serve retries an empty answer for ever; with any group it looks at the request and finds it done.
         return [list(candidate_replicas)]

@@ -145,6 +145,10 @@ class Unavailable(RemoraError):
         self.retry_after_s = retry_after_s
 
 
+class ReplicaLeaving(Unavailable):
+    """Calls no longer reach this replica, because it is stopping; what it has begun goes on for a while."""
+
+
 class PoolError(RemoraError):
     """A call to a pool that breaks its protocol; nothing was changed."""
 

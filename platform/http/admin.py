@@ -59,7 +59,7 @@ def admin_routes(services: Services) -> APIRouter:
                     "model": core.listed(connection.replica_id).model_id,
                     "node": core.listed(connection.replica_id).node_id,
                     "connected": connection.connected,
-                    "draining": not core.listed(connection.replica_id).accepts,
+                    "draining": connection.leaving or not core.listed(connection.replica_id).accepts,
                     "load_tokens": connection.reported.load_tokens,
                     "card": _card(connection),
                     "stats": figures,

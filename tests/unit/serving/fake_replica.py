@@ -17,7 +17,7 @@ from remora.deployments.engine.messages import (
 from remora.deployments.feed import FeedHub
 from remora.deployments.model_card import ModelCard, NamespaceCard
 from remora.namespaces.geometry import KVPrecision
-from remora.platform.base.errors import RemoraError, Unavailable
+from remora.platform.base.errors import RemoraError, ReplicaLeaving, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, PoolId, ReplicaId, RequestId, RouterId
 
 
@@ -37,6 +37,8 @@ class FakeReplica:
         self.alive = True
         self.frozen = False
         self.draining = False
+        #: Serve does not list it any more: no call reaches it, and its feed goes on.
+        self.leaving = False
         self.running: dict[RequestId, tuple[GenerationRequest, list[list[int] | None]]] = {}
         self.submitted: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
@@ -76,10 +78,15 @@ class FakeReplica:
         if not self.alive:
             raise Unavailable(f"{self.replica_id} is dead")
 
+    def _check_listed(self) -> None:
+        self._check()
+        if self.leaving:
+            raise ReplicaLeaving(f"{self.replica_id} is not listed")
+
     # ---- ReplicaLink ---------------------------------------------------------------------------------------------
 
     async def describe(self) -> ModelCard:
-        self._check()
+        self._check_listed()
         return ModelCard(
             replica_id=self.replica_id,
             model_id=self.model_id,
@@ -106,7 +113,7 @@ class FakeReplica:
         self._check()
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._check()
+        self._check_listed()
         self.num_submit_calls += 1
         for request in requests:
             self.hub.take(request)
@@ -122,12 +129,12 @@ class FakeReplica:
                 self.hub.emit(request.router_id, (delta,))
 
     async def keep_alive(self, router_id: RouterId, wanted_traces: Sequence[str] = ()) -> None:
-        self._check()
+        self._check_listed()
         self.wanted_traces += wanted_traces
         self.hub.hear(router_id)
 
     async def cancel(self, request_ids: Sequence[RequestId]) -> None:
-        self._check()
+        self._check_listed()
         self.cancelled.extend(request_ids)
         for request_id in request_ids:
             self.hub.drop(request_id)
