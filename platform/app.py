@@ -20,7 +20,7 @@ ROUTER_NAME = "Router"
 _MAX_ONGOING_REQUESTS = 100_000
 #: Ray counts CPUs to place processes; what a replica really uses is bounded by the step lock of its device.
 _PROCESS_CPUS = 0.01
-#: Streams of a router that goes away end with it; those of a replica are continued elsewhere.
+#: For requests to leave a replica that stops; what is left then is continued elsewhere as after a crash.
 _SHUTDOWN_TIMEOUT_S = 10.0
 
 
@@ -39,8 +39,9 @@ def start_serve(config: RemoraConfig) -> None:
     )
 
 
-def build_app(config: RemoraConfig) -> serve.Application:
-    """The application, ready for `serve.run`."""
+def build_app(config: RemoraConfig, *, drain_timeout_s: float = _SHUTDOWN_TIMEOUT_S) -> serve.Application:
+    """The application, ready for `serve.run`. `drain_timeout_s`: how long a router that stops goes on with the streams
+    it has, for they end with it."""
     models = {model.name: _model_deployment(model).bind(config, model.name) for model in config.models}
     router = serve.deployment(
         name=ROUTER_NAME,
@@ -49,8 +50,10 @@ def build_app(config: RemoraConfig) -> serve.Application:
         ray_actor_options={"num_cpus": _PROCESS_CPUS},
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
+        # Routers need no device: the new one is there before the old one goes.
+        max_surge_percent=100,
         logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
     )(serve.ingress()(HttpRouter))
     return router.bind(config, models)

@@ -61,7 +61,7 @@ def cluster_app(args: dict[str, Any]) -> serve.Application:
     config = read_cluster_config(parsed)
     if ray.is_initialized():
         update_quotas(config)
-    return build_app(config)
+    return build_app(config, drain_timeout_s=config.http.drain_timeout_s)
 
 
 def read_cluster_config(args: ClusterAppArgs, *, timeout_s: float = MOUNT_TIMEOUT_S) -> RemoraConfig:

@@ -19,7 +19,7 @@ from remora.platform.base.errors import ConfigError
 from remora.platform.base.ids import NamespaceId
 from remora.platform.base.namespace_tree import parent_of
 from remora.platform.base.rebalance_config import RebalanceConfig
-from remora.platform.base.serve_environment import is_loopback
+from remora.platform.base.serve_environment import DRAIN_TIMEOUT_S, is_loopback
 from remora.platform.base.tenants import TenantConfig, check_tenants
 
 MiB = 1024 * 1024
@@ -37,6 +37,8 @@ class HttpConfig(_Section):
     #: Seconds a request may wait for its first token before it is answered 429.
     queue_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     num_routers: Annotated[int, Field(ge=1, le=64)] = 1
+    #: On a cluster: seconds for which a router that a changed configuration replaces goes on with the streams it has.
+    drain_timeout_s: Annotated[float, Field(gt=0, le=3600)] = DRAIN_TIMEOUT_S
 
 
 class DeviceConfig(_Section):

@@ -20,6 +20,11 @@ from remora.platform.base.errors import ConfigError
 #: Prefix of the address that Serve's replicas bind their inter-deployment gRPC server to.
 _ANY_ADDRESS = "[::]:"
 _BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+#: A router that a changed configuration replaces goes on with the streams it has; so long must the HAProxy that has
+#: their connections go on as well.
+DRAIN_TIMEOUT_S = 300.0
+#: Where configurations change by a new start only: how soon a stop is one.
+_STOP_TIMEOUT_S = 10.0
 #: Names the wrapper that this environment's HAProxy is, for processes that make an environment of their own in it.
 _WRAPPER_VARIABLE = "REMORA_HAPROXY_WRAPPER"
 
@@ -59,9 +64,12 @@ _ERROR_BODY = (
 )
 
 
-def serve_environment(temp_dir: Path | None = None) -> dict[str, str]:
+def serve_environment(temp_dir: Path | None = None, *, drain_timeout_s: float = _STOP_TIMEOUT_S) -> dict[str, str]:
     """Variables to set before `ray` is imported. `temp_dir` is the instance's private folder, with a short path
     (HAProxy's sockets lie below it, and paths of unix sockets may have about 100 characters); None: without HAProxy.
+
+    `drain_timeout_s`: how long connections outlive a change of the routers; DRAIN_TIMEOUT_S where configurations are
+    rolled out.
     """
     environment = {
         # User code, routing and gRPC in one event loop per process; logs buffered (facts: 800 instead of 209 req/s).
@@ -73,9 +81,9 @@ def serve_environment(temp_dir: Path | None = None) -> dict[str, str]:
         # After 5 s Serve kills a proxy that a busy machine has not started yet, and its own start fails with it.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
-        # A port may be used again at once: HAProxy's workers of this instance end with it.
+        # Shorter than Serve has it: an old HAProxy finds at most another router of the same application there.
         "RAY_SERVE_PORT_QUARANTINE_S": "5",
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "10",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{drain_timeout_s:.0f}",
     }
     if temp_dir is not None:
         haproxy_dir = temp_dir / "haproxy"

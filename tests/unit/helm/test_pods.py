@@ -26,7 +26,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from remora.cache_actors.arena import file_bytes
 from remora.cache_actors.pool_settings import PoolSettings
-from remora.platform.base.serve_environment import serve_environment
+from remora.platform.base.serve_environment import DRAIN_TIMEOUT_S, serve_environment
 
 MiB = 1024 * 1024
 #: What the restricted Pod Security Standard allows, less what is of no use here.
@@ -185,7 +185,7 @@ def test_serve_runs_in_the_environment_that_the_platform_sets_elsewhere(
 ) -> None:
     wanted = {
         name: value.replace(str(tmp_path), "/tmp/remora")
-        for name, value in serve_environment(tmp_path).items()
+        for name, value in serve_environment(tmp_path, drain_timeout_s=DRAIN_TIMEOUT_S).items()
         if name.startswith("RAY_SERVE_")
     }
     for pod in pods_of(rendered("default")):
