@@ -11,6 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -223,9 +224,85 @@ def test_rays_ports_ask_for_the_token(chart_on_ray: ChartOnRay) -> None:
     assert caught.value.code in (401, 403)
 
 
-def test_new_quotas_and_settings_are_taken_in_place_and_the_pool_lives_on(
+class Streams:
+    """Clients that stream one answer after the other, each the continuation of its own prompt, until told to stop."""
+
+    NUM_CLIENTS = 2
+    #: So long that some are under way whenever a replica or a router goes.
+    NUM_TOKENS = 96
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self.NUM_CLIENTS)]
+        #: Text and usage of every answer, by client.
+        self.answers: list[list[tuple[str, dict[str, Any]]]] = [[] for _ in self._threads]
+        self.failures: list[str] = []
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        deadline_s = time.monotonic() + 120
+        while min(map(len, self.answers)) < 2 and not self.failures:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def _run(self, number: int) -> None:
+        try:
+            while not self._stopped.is_set():
+                self.answers[number].append(
+                    self._ask(f"Story {number}. " + "Once a river met the sea and told it so. " * 20)
+                )
+        except Exception as error:
+            self.failures.append(f"after {len(self.answers[number])} answers: {type(error).__name__}: {error}")
+
+    def _ask(self, prompt: str) -> tuple[str, dict[str, Any]]:
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": self.NUM_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        request = urllib.request.Request(
+            f"{self._url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        text, usage = "", None
+        with urllib.request.urlopen(request, timeout=120) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    document = json.loads(line[6:])
+                    if "error" in document:
+                        raise RuntimeError(document["error"]["message"])
+                    text += "".join(choice["text"] for choice in document["choices"])
+                    usage = document["usage"] or usage
+        if usage is None:
+            raise RuntimeError(f"cut off after {text!r}")
+        return text, usage
+
+
+def test_a_changed_configuration_is_taken_in_place_under_load_and_nobody_loses_anything(
     chart_on_ray: ChartOnRay, chat: Callable[..., str]
 ) -> None:
+    streams = Streams(chart_on_ray.url)
+    streams.start()
+    num_before = [len(answers) for answers in streams.answers]
+    try:
+        take_new_quotas(chart_on_ray, chat)
+    finally:
+        streams.stop()
+    assert streams.failures == []
+    for answers, count in zip(streams.answers, num_before, strict=True):
+        assert len(answers) >= count + 2
+        assert len({text for text, _ in answers}) == 1, "as without the update"
+        cached = [usage["prompt_tokens_details"]["cached_tokens"] for _, usage in answers]
+        # The first answer of all finds nothing.
+        assert cached[1] > 150
+        assert min(cached[2:]) >= 0.95 * cached[1], "at most 5 % of what was cached is computed again"
+
+
+def take_new_quotas(chart_on_ray: ChartOnRay, chat: Callable[..., str]) -> None:
+    """A new namespace and a new guarantee: all replicas and the router are replaced, and the pool lives on."""
     (before,) = chart_on_ray.get("/v1/pools")["data"]
     (replica,) = chart_on_ray.get("/v1/replicas")["data"]
     namespaces = [{"name": "smollm2", "model": "smollm2", "guaranteed": "16MiB"}, {"name": "b", "model": "smollm2"}]
