@@ -1,13 +1,16 @@
-"""Which replica takes a request: rendezvous hashing on the prompt's first blocks, with bounded load.
+"""Which replica takes a request: where most of its prompt is cached, with bounded load.
 
-Requests that begin alike go to the pool that holds their blocks; replicas of one pool share them, so among those the
-least loaded one is taken. No replica is loaded beyond 1.25 times the mean (design §7.3).
+    owner's pool ─► pools by blocks of the prompt that they are known to have ─► by rendezvous hash of its first blocks
+                    (those in which requests wait for memory last)
+
+Requests that begin alike go to one pool; replicas of a pool share its blocks, so among those the least loaded one is
+taken. No replica is loaded beyond 1.25 times the mean (design §7.3).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -29,6 +32,8 @@ class Candidate:
     pool_id: PoolId
     #: Tokens queued and running.
     load_tokens: int
+    #: Whether requests wait there for KV.
+    lacks_memory: bool = False
 
 
 class Choice(NamedTuple):
@@ -51,11 +56,18 @@ def rendezvous_score(key: bytes, pool_id: PoolId) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def place(key: bytes, candidates: Sequence[Candidate], request_tokens: int, owner: ReplicaId | None = None) -> Choice:
-    """The replica for a request of `request_tokens` tokens. `candidates` must not be empty.
+def place(
+    key: bytes,
+    candidates: Sequence[Candidate],
+    request_tokens: int,
+    owner: ReplicaId | None = None,
+    overlap: Mapping[PoolId, int] | None = None,
+) -> Choice:
+    """The replica for a request of `request_tokens` tokens. `candidates` must not be empty. `overlap`: pool → blocks of
+    the prompt that are cached there.
 
-    "owner": the session's last replica; "prefix": in the pool that the key, or the session's last replica, prefers;
-    "load": those were loaded beyond the bound; "only": there was no choice. ("moved" is not decided here.)
+    "owner": the session's last replica; "prefix": in the pool that comes first; "load": that was loaded beyond the
+    bound; "only": there was no choice. ("moved" is not decided here.)
     """
     if not candidates:
         raise ValueError("place() needs at least one candidate")
@@ -68,8 +80,18 @@ def place(key: bytes, candidates: Sequence[Candidate], request_tokens: int, owne
     if home is not None and home.load_tokens + request_tokens <= limit:
         return Choice(home.replica_id, "owner")
     home_pool = None if home is None else home.pool_id
+    known = overlap or {}
+    # Of a pool that others wait for, nothing is to be had soon.
+    full = {each.pool_id for each in candidates if each.lacks_memory}
     pools = sorted(
-        {c.pool_id for c in candidates}, key=lambda pool: (pool != home_pool, -rendezvous_score(key, pool), pool)
+        {each.pool_id for each in candidates},
+        key=lambda pool: (
+            pool != home_pool,
+            pool in full,
+            -known.get(pool, 0),
+            -rendezvous_score(key, pool),
+            pool,
+        ),
     )
     for rank, pool_id in enumerate(pools):
         members = [candidate for candidate in candidates if candidate.pool_id == pool_id]

@@ -95,6 +95,7 @@ class ReplicaConnection:
             pool_id=self.card.pool_id,
             # The replica's word includes other routers' requests, ours includes what it has not heard of yet.
             load_tokens=max(self.own_load_tokens, self.reported.load_tokens),
+            lacks_memory=self.reported.parked_tokens > 0,
         )
 
     # ---- sending -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from remora.deployments.generation_job import GenerationJob
 from remora.deployments.listed import Listed
 from remora.deployments.model_card import ModelCard
 from remora.deployments.moves import Moves
-from remora.deployments.placement import Candidate, Choice, affinity_key, place
+from remora.deployments.placement import Candidate
+from remora.deployments.placer import Placer
 from remora.deployments.replica_connection import Connect, ReplicaConnection
 from remora.deployments.request_stream import RequestStream, error_of
 from remora.deployments.router_stats import ResumeReason, RouterStats
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 #: A request whose replicas keep dying is not given a fourth one: it may be what kills them.
 MAX_LOST_ATTEMPTS = 3
-#: Requests of one router that may be unfinished at once; more are answered 429.
+#: Requests of one model that may be unfinished at once; more are answered 429, and other models' are taken.
 MAX_OPEN_REQUESTS = 4096
 
 
@@ -69,6 +70,7 @@ class RouterCore:
         #: Streams without a replica, oldest first.
         self._waiting: dict[RequestId, RequestStream] = {}
         self._timers: dict[RequestId, asyncio.TimerHandle] = {}
+        self._placer = Placer()
         self._random = random.SystemRandom()
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -165,13 +167,14 @@ class RouterCore:
     async def open(self, job: GenerationJob) -> RequestStream:
         """Starts a request and returns its stream, which the caller must close.
 
-        Raises OverQuota when this router has too many unfinished requests, Unavailable while the model has never
-        had a replica.
+        Raises OverQuota when the model has too many unfinished requests here, Unavailable while it has had no replica.
         """
-        if len(self._streams) >= MAX_OPEN_REQUESTS:
-            raise OverQuota(
-                f"{MAX_OPEN_REQUESTS} requests are already under way; try again in a second.", retry_after_s=1.0
-            )
+        num_open = len(self._streams)
+        if num_open >= MAX_OPEN_REQUESTS:
+            num_open = sum(stream.request.model_id == job.model_id for stream in self._streams.values())
+        if num_open >= MAX_OPEN_REQUESTS:
+            message = f"{MAX_OPEN_REQUESTS} requests of {job.model_id} are already under way; try again in a second."
+            raise OverQuota(message, retry_after_s=1.0)
         card = await self.card(job.model_id)
         # Drawn here and not by a replica, so that a resumed request continues the same random stream.
         seed = self._random.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
@@ -231,14 +234,11 @@ class RouterCore:
         if request.session_id is not None:
             attributes[names.REMORA_SESSION_ID] = request.session_id
         with span(names.ROUTER_ROUTE, attributes, parent=request.trace_context) as route:
-            key = affinity_key(request.namespace_id, request.block_hashes)
-            if stream.target is not None and any(each.replica_id == stream.target for each in connected):
-                choice = Choice(stream.target, "moved")
-            else:
-                choice = place(key, [each.candidate() for each in connected], stream.load_tokens, stream.owner)
+            choice, num_blocks = self._placer.choose(stream, [each.candidate() for each in connected])
             route.set_attribute(names.REMORA_REPLICA_ID, choice.replica_id)
             route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)
             route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
+            route.set_attribute(names.REMORA_ROUTE_OVERLAP_BLOCKS, num_blocks)
         self._stop_waiting(stream)
         connection = self._connections[choice.replica_id]
         connection.own_load_tokens += stream.load_tokens
@@ -273,6 +273,7 @@ class RouterCore:
                 continue
             verdict = stream.log.judge(delta)
             if verdict == "forward":
+                self._placer.learn(connection.card, stream, delta)
                 stream.push(delta)
                 stream.land()
                 if stream.log.finished:

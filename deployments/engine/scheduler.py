@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from remora.deployments.engine.base import EngineConfig
 from remora.deployments.engine.sequence import Phase, Sequence
-from remora.deployments.engine.waiting import PrefixHints, WaitingQueue
+from remora.deployments.engine.waiting import WaitingQueue
+from remora.deployments.prefix_hints import PrefixHints
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import NamespaceId
 

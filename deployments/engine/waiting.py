@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
+from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 from remora.deployments.engine.sequence import Sequence
-from remora.platform.base.ids import BlockHash, NamespaceId
+from remora.deployments.prefix_hints import PrefixHints
+from remora.platform.base.ids import NamespaceId
 
 #: How far down a namespace's queue the longest prefix is looked for.
 _WINDOW = 8
 #: A request passed over this often goes next in its namespace.
 _MAX_PASSED_OVER = 16
-#: Remembered block hashes; 16 bytes each.
-_MAX_HINTS = 1 << 16
-
-
-class PrefixHints:
-    """Hashes of blocks that were seen in the cache lately: a guess, without asking the pool, at what is cached."""
-
-    def __init__(self, max_hashes: int = _MAX_HINTS) -> None:
-        self._max_hashes = max_hashes
-        self._seen: OrderedDict[BlockHash, None] = OrderedDict()
-
-    def add(self, hashes: Iterable[BlockHash]) -> None:
-        for block_hash in hashes:
-            self._seen[block_hash] = None
-            self._seen.move_to_end(block_hash)
-        while len(self._seen) > self._max_hashes:
-            self._seen.popitem(last=False)
-
-    def num_leading(self, hashes: Items[BlockHash]) -> int:
-        """How many of the first hashes, without a gap, were seen."""
-        for i, block_hash in enumerate(hashes):
-            if block_hash not in self._seen:
-                return i
-        return len(hashes)
 
 
 class WaitingQueue:

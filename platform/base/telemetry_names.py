@@ -77,6 +77,8 @@ REMORA_EPOCH = "remora.session.epoch"
 REMORA_ROUTE_REASON = "remora.route.reason"
 #: Which attempt at the request this is, from 0; each lost replica starts another.
 REMORA_ROUTE_ATTEMPT = "remora.route.attempt"
+#: Leading blocks of the prompt that the router believed to be cached where it sent it.
+REMORA_ROUTE_OVERLAP_BLOCKS = "remora.route.overlap_blocks"
 REMORA_MIGRATE_SOURCE = "remora.migrate.source"
 #: How the tokens before a move got to the target: "shared" or "recomputed".
 REMORA_MIGRATE_TRANSFER = "remora.migrate.transfer"

@@ -54,6 +54,25 @@ def test_a_loaded_pool_gives_way() -> None:
     assert choice.reason == "load"
 
 
+def test_the_pool_that_has_most_of_the_prompt_goes_before_the_one_that_the_key_prefers() -> None:
+    candidates = [candidate(f"r{i}", f"p{i}") for i in range(4)]
+    for number in range(20):
+        assert place(key(number), candidates, 10, overlap={PoolId("p1"): 3, PoolId("p2"): 9}) == ("r2", "prefix")
+    equal = {PoolId(f"p{i}"): 3 for i in range(4)}
+    assert place(key(7), candidates, 10, overlap=equal) == place(key(7), candidates, 10)
+    assert place(key(7), candidates, 10, ReplicaId("r3"), {PoolId("p2"): 9}) == ("r3", "owner")
+    loaded = [candidate("r1", "p1", 9000), candidate("r2", "p2", 10)]
+    assert place(key(7), loaded, 10, overlap={PoolId("p1"): 9}) == ("r2", "load")
+
+
+def test_pools_in_which_requests_wait_for_memory_come_last() -> None:
+    full = Candidate(replica_id=ReplicaId("a"), pool_id=PoolId("p"), load_tokens=0, lacks_memory=True)
+    for number in range(20):
+        assert place(key(number), [full, candidate("b", "q")], 10, overlap={PoolId("p"): 9}).replica_id == "b"
+    assert place(key(1), [full, candidate("b", "q", 9000)], 10) == ("a", "load")
+    assert place(key(1), [full, candidate("b", "q")], 10, ReplicaId("a")) == ("a", "owner")
+
+
 def test_namespaces_do_not_share_a_key() -> None:
     hashes = [BlockHash(b"x" * 16)]
     assert affinity_key(NamespaceId("a"), hashes) != affinity_key(NamespaceId("b"), hashes)
@@ -70,12 +89,13 @@ def test_turns_of_a_conversation_have_one_key() -> None:
     pools=st.lists(st.integers(0, 3), min_size=8, max_size=8),
     tokens=st.integers(1, 5_000),
     number=st.integers(0, 1000),
+    overlaps=st.dictionaries(st.integers(0, 3).map(lambda i: PoolId(f"p{i}")), st.integers(0, 99)),
 )
 def test_no_replica_is_loaded_beyond_the_bound_while_another_has_room(
-    loads: list[int], pools: list[int], tokens: int, number: int
+    loads: list[int], pools: list[int], tokens: int, number: int, overlaps: dict[PoolId, int]
 ) -> None:
     candidates = [candidate(f"r{i}", f"p{pools[i]}", load) for i, load in enumerate(loads)]
-    chosen = place(key(number), candidates, tokens).replica_id
+    chosen = place(key(number), candidates, tokens, overlap=overlaps).replica_id
     after = next(each.load_tokens for each in candidates if each.replica_id == chosen) + tokens
     mean = (sum(loads) + tokens) / len(loads)
     assert after <= max(LOAD_BOUND * mean, tokens) or after == min(loads) + tokens

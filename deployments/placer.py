@@ -1,0 +1,54 @@
+"""One router's choice of replicas: what `place` decides, and what the router has learned of the pools' caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.model_card import ModelCard
+from remora.deployments.placement import Candidate, Choice, affinity_key, place
+from remora.deployments.prefix_hints import PrefixHints
+from remora.deployments.request_stream import RequestStream
+from remora.platform.base.ids import PoolId
+
+#: Block hashes that are remembered of each pool: two million tokens of 32 to a block, in a few megabytes.
+MAX_HINTS_OF_POOL = 1 << 16
+
+
+class Placer:
+    """Owned by the router's event loop.
+
+    What a pool has is learned from what was computed there and from what replicas say they found; the tokens of other
+    routers' requests are unknown until one of ours finds them. A wrong guess costs a prefill, never more.
+    """
+
+    def __init__(self) -> None:
+        self._cached: dict[PoolId, PrefixHints] = {}
+
+    def choose(self, stream: RequestStream, candidates: Sequence[Candidate]) -> tuple[Choice, int]:
+        """The replica for the request's next attempt, and how many blocks of its prompt are believed to be there."""
+        request = stream.request
+        overlap = {each.pool_id: self._num_cached(each.pool_id, stream) for each in candidates}
+        if stream.target is not None and any(each.replica_id == stream.target for each in candidates):
+            choice = Choice(stream.target, "moved")
+        else:
+            key = affinity_key(request.namespace_id, request.block_hashes)
+            choice = place(key, candidates, stream.load_tokens, stream.owner, overlap)
+        pool_id = next(each.pool_id for each in candidates if each.replica_id == choice.replica_id)
+        return choice, overlap[pool_id]
+
+    def learn(self, card: ModelCard | None, stream: RequestStream, delta: TokenDelta) -> None:
+        """From the first delta of an attempt at the card's replica: the prompt is computed there, and so much of it had
+        been found. Others say nothing."""
+        if card is None or delta.num_cached_tokens is None:
+            return
+        hashes, num_cached_blocks = stream.request.block_hashes, delta.num_cached_tokens // card.block_tokens
+        hints = self._cached.setdefault(card.pool_id, PrefixHints(MAX_HINTS_OF_POOL))
+        if hints.num_leading(hashes) > num_cached_blocks:
+            # What was believed to be behind has been evicted, and so has, most likely, what goes on from there.
+            hints.discard(hashes[num_cached_blocks:])
+        hints.add(hashes)
+
+    def _num_cached(self, pool_id: PoolId, stream: RequestStream) -> int:
+        hints = self._cached.get(pool_id)
+        return 0 if hints is None else hints.num_leading(stream.request.block_hashes)
