@@ -82,17 +82,19 @@ async def test_a_turn_that_cannot_be_stored_does_not_end_as_if_it_were(
 ) -> None:
     await create(http)
     store = server.sessions._store
+    write = store.write
     server.paused = True
     running = asyncio.create_task(chat(http, "hi", status=503))
     await server.cluster.settle(lambda: bool(server.replica.running))
 
-    def fail(_changes: Any) -> None:
+    def fail_once(_changes: Any) -> None:
+        # Only the commit: that the turn is given up afterwards must be stored.
+        monkeypatch.setattr(store, "write", write)
         raise Unavailable("no space left")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "write", fail)
-        server.paused = False
-        assert (await running)["error"]["code"] == "unavailable"
+    monkeypatch.setattr(store, "write", fail_once)
+    server.paused = False
+    assert (await running)["error"]["code"] == "unavailable"
     assert await text_of(http) == ""
     await chat(http, "hi", on_conflict="wait")
     assert (await text_of(http)).startswith("user: hi\n")
