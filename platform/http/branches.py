@@ -143,11 +143,12 @@ class Branches:
         if len(runs) < 2 or card is None or parent.edits or parent.pending or parent.context.overflow == "roll":
             return
         common = _common_prefix([run.prompt for run in runs])[: card.max_model_len - 1]
-        root = core.catalog.chain_root(parent.namespace_id, card.fingerprint)
+        fingerprint = card.of(parent.namespace_id).fingerprint
+        root = core.catalog.chain_root(parent.namespace_id, fingerprint)
         hashes = chain_hashes(root, common, card.block_tokens)
         if len(hashes) < MIN_MISSING_BLOCKS:
             return
-        found = await self._services.pools.find_blocks(parent.namespace_id, card.fingerprint, hashes)
+        found = await self._services.pools.find_blocks(parent.namespace_id, fingerprint, hashes)
         if len(hashes) - max(found.values(), default=0) < MIN_MISSING_BLOCKS:
             return
         job = GenerationJob(
