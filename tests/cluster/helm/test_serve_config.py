@@ -229,7 +229,7 @@ class Streams:
 
     NUM_CLIENTS = 2
     #: So long that some are under way whenever a replica or a router goes.
-    NUM_TOKENS = 96
+    NUM_TOKENS = 64
 
     def __init__(self, url: str) -> None:
         self._url = url
