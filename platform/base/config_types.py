@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +12,10 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
 NamespaceName = Annotated[
     str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?(/[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?)?$")
 ]
+
+#: Kinds of memory that hold KV and have quotas of their own. There is one so far: the arenas of the devices.
+Tier = Literal["device"]
+DEVICE_TIER: Final[Tier] = "device"
 
 
 class Section(BaseModel):

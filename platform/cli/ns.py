@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import click
 
+from remora.platform.base.config_types import DEVICE_TIER, Tier
 from remora.platform.base.errors import NotFound
 from remora.platform.cli.client import get_json, make_client, send_json, url_option
 from remora.platform.cli.progress import size_text
 from remora.platform.cli.table import print_table
 
-_HEADINGS = ["NAMESPACE", "MODEL", "KV", "GUARANTEED", "LIMIT", "WEIGHT", "USED", "CACHED", "BORROWED"]
+_HEADINGS = ["NAMESPACE", "MODEL", "KV", "TIER", "GUARANTEED", "LIMIT", "WEIGHT", "USED", "CACHED", "BORROWED"]
 
 
 def kv_words(text: str) -> str | dict[str, str]:
@@ -29,13 +30,10 @@ def ns() -> None:
 @ns.command(name="list")
 @url_option
 def list_namespaces(url: str | None) -> None:
-    """Every namespace with its quota and use, added up over the pools."""
+    """Every namespace with its quota and use in each tier, added up over the pools."""
     with make_client(url) as client:
         found = get_json(client, "/v1/namespaces")["data"]
-    print_table(
-        _HEADINGS,
-        [_row(each) for each in found],
-    )
+    print_table(_HEADINGS, [row for each in found for row in _rows(each)])
 
 
 @ns.command()
@@ -58,9 +56,18 @@ def show(name: str, url: str | None) -> None:
 @click.option("--limit", help="What it may hold at most.")
 @click.option("--weight", type=float, help="Its part of what is left over, against the others' weights.")
 @click.option("--kv", help="KV precision of new requests: a word, or K/V as in int8/int4.")
+@click.option(
+    "--tier", type=click.Choice(get_args(Tier)), default=DEVICE_TIER, show_default=True, help="Whose quota it is."
+)
 @url_option
 def set_quota(
-    name: str, guaranteed: str | None, limit: str | None, weight: float | None, kv: str | None, url: str | None
+    name: str,
+    guaranteed: str | None,
+    limit: str | None,
+    weight: float | None,
+    kv: str | None,
+    tier: str,
+    url: str | None,
 ) -> None:
     """Changes a namespace's quota or precision in every pool, at once; lasts until the platform starts anew."""
     wanted: dict[str, Any] = {"guaranteed": guaranteed, "limit": limit, "weight": weight}
@@ -69,8 +76,8 @@ def set_quota(
     if not body:
         raise click.UsageError("give at least one of --guaranteed, --limit, --weight and --kv")
     with make_client(url) as client:
-        found = send_json(client, "PUT", f"/v1/namespaces/{name}", body)
-    print_table(_HEADINGS, [_row(found)])
+        found = send_json(client, "PUT", f"/v1/namespaces/{name}", {**body, "tier": tier})
+    print_table(_HEADINGS, _rows(found))
 
 
 @ns.command()
@@ -129,18 +136,22 @@ def _recommendation(advice: dict[str, Any]) -> str:
     return f"more than {size_text(advice['enough_bytes'])} would gain less than 5 % of the hit rate"
 
 
-def _row(namespace: dict[str, Any]) -> list[object]:
-    limit = namespace["limit_bytes"]
+def _rows(namespace: dict[str, Any]) -> list[list[object]]:
+    """One for each tier."""
     kv = namespace["kv_precision"]
     return [
-        namespace["id"],
-        namespace["model"],
-        kv["k"] if kv["k"] == kv["v"] else f"{kv['k']}/{kv['v']}",
-        size_text(namespace["guaranteed_bytes"]),
-        "the arena" if limit is None else size_text(limit),
-        namespace["weight"],
-        *(
-            size_text(sum(pool[figure] for pool in namespace["pools"].values()))
-            for figure in ("used_bytes", "cached_bytes", "borrowed_bytes")
-        ),
+        [
+            namespace["id"],
+            namespace["model"],
+            kv["k"] if kv["k"] == kv["v"] else f"{kv['k']}/{kv['v']}",
+            tier,
+            size_text(quota["guaranteed_bytes"]),
+            "the arena" if quota["limit_bytes"] is None else size_text(quota["limit_bytes"]),
+            quota["weight"],
+            *(
+                size_text(sum(pool[figure] for pool in namespace["pools"].values() if pool["tier"] == tier))
+                for figure in ("used_bytes", "cached_bytes", "borrowed_bytes")
+            ),
+        ]
+        for tier, quota in namespace["tiers"].items()
     ]

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 from remora.deployments.precision_change import change_precision
 from remora.namespaces.commands import Compacted, Quota, Trimmed
 from remora.platform.base.config import KVPrecision, precision_pair
+from remora.platform.base.config_types import DEVICE_TIER, Tier
 from remora.platform.base.ids import NamespaceId
 from remora.platform.http.body import read_model
 from remora.platform.http.json_response import MsgspecJSONResponse
@@ -31,6 +32,8 @@ class QuotaBody(BaseModel):
     weight: Annotated[float, Field(gt=0, le=1000)] | None = None
     #: Of new requests' KV; running ones keep theirs.
     kv_precision: KVPrecision | None = None
+    #: Whose quota it is.
+    tier: Tier = DEVICE_TIER
 
     @model_validator(mode="after")
     def _says_something(self) -> QuotaBody:

@@ -10,6 +10,7 @@ import msgspec
 from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.catalog import Catalog
 from remora.namespaces.quota_changes import quota_of
+from remora.platform.base.config_types import DEVICE_TIER
 from remora.platform.base.ids import ModelId, NamespaceId
 from remora.platform.base.namespace_tree import parent_of
 
@@ -23,6 +24,7 @@ def pool_document(pool_id: str, pool: PoolDescription) -> dict[str, Any]:
     return {
         "id": pool_id,
         "object": "pool",
+        "tier": DEVICE_TIER,
         "kind": pool.binding.kind,
         "device_uuid": pool.binding.device_uuid,
         "arena_path": pool.binding.arena_path,
@@ -49,7 +51,8 @@ def pool_document(pool_id: str, pool: PoolDescription) -> dict[str, Any]:
 
 
 def namespace_document(catalog: Catalog, pools: Pools, namespace_id: NamespaceId) -> dict[str, Any]:
-    """One namespace with its quota in a pool, and what it holds in each; as configured where no pool has it."""
+    """One namespace with its quota in a pool, and what it holds in each; as configured where no pool has it. Quotas are
+    by tier; beside the tiers stands that of the device."""
     namespace = catalog.namespaces[namespace_id]
     reports = {
         pool_id: report
@@ -65,17 +68,17 @@ def namespace_document(catalog: Catalog, pools: Pools, namespace_id: NamespaceId
         arena_bytes = max(pool.report.data_bytes for pool in pools.values())
         limit_bytes = None if quota.limit_bytes >= arena_bytes else quota.limit_bytes
         guaranteed_bytes, weight = quota.guaranteed_bytes, quota.weight
+    quota_document = {"weight": weight, "guaranteed_bytes": guaranteed_bytes, "limit_bytes": limit_bytes}
     return {
         "id": namespace_id,
         "object": "namespace",
         "model": namespace.model,
         "tenant": namespace.tenant,
         "share_group": namespace.share_group,
-        "weight": weight,
-        "guaranteed_bytes": guaranteed_bytes,
-        "limit_bytes": limit_bytes,
+        **quota_document,
+        "tiers": {DEVICE_TIER: quota_document},
         "kv_precision": _kv_precision(catalog, pools, namespace_id),
-        "pools": {pool_id: msgspec.to_builtins(report) for pool_id, report in reports.items()},
+        "pools": {pool_id: {"tier": DEVICE_TIER, **msgspec.to_builtins(report)} for pool_id, report in reports.items()},
     }
 
 

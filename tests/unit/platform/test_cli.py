@@ -155,26 +155,22 @@ def test_validate_finds_a_model_that_is_not_there(run: Run, tmp_path: Path) -> N
     assert "nowhere/model" in ran.err
 
 
-def test_ns_list_adds_up_the_pools_and_show_prints_one(run: Run, server: FakeServer) -> None:
-    figures = {"used_bytes": 1024, "cached_bytes": 2048, "borrowed_bytes": 0}
+def test_ns_list_adds_up_the_pools_of_each_tier_and_show_prints_one(run: Run, server: FakeServer) -> None:
+    figures = {"tier": "device", "used_bytes": 1024, "cached_bytes": 2048, "borrowed_bytes": 0}
+    quota = {"guaranteed_bytes": 1048576, "limit_bytes": None, "weight": 1.0}
     namespace = {
         "id": "chat",
         "model": "tiny",
-        "guaranteed_bytes": 1048576,
-        "limit_bytes": None,
-        "weight": 1.0,
+        **quota,
+        "kv_precision": {"k": "int8", "v": "int4"},
+        "tiers": {"device": quota, "another": {**quota, "limit_bytes": 4096}},
         "pools": {"one": figures, "two": figures},
     }
     server.documents["/v1/namespaces"] = {"data": [namespace]}
-    line = run("ns", "list", "--url", server.url).out.splitlines()[-1]
-    assert line.split("  ")[0] == "chat"
-    assert [cell.strip() for cell in line.split("  ") if cell.strip()][2:] == [
-        "1 MiB",
-        "the arena",
-        "1.0",
-        "2 KiB",
-        "4 KiB",
-        "0 B",
+    lines = run("ns", "list", "--url", server.url).out.splitlines()[-2:]
+    assert [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines] == [
+        ["chat", "tiny", "int8/int4", "device", "1 MiB", "the arena", "1.0", "2 KiB", "4 KiB", "0 B"],
+        ["chat", "tiny", "int8/int4", "another", "1 MiB", "4 KiB", "1.0", "0 B", "0 B", "0 B"],
     ]
     assert json.loads(run("ns", "show", "chat", "--url", server.url).out) == namespace
     missing = run("ns", "show", "cat", "--url", server.url)

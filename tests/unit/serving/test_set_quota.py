@@ -118,6 +118,8 @@ async def test_without_a_pool_that_has_the_namespace_the_answer_is_to_try_again(
         ({"size": 1}, 400, "size"),
         ({"kv_precision": "int3"}, 400, "kv_precision"),
         ({"kv_precision": {"k": "int8", "q": "int8"}}, 400, "kv_precision.q"),
+        ({"weight": 2, "tier": "host"}, 400, "tier"),
+        ({"weight": 2, "tier": "device"}, 503, None),
         ({"limit": "1MiB"}, 503, None),
     ],
 )
@@ -130,3 +132,9 @@ async def test_a_wrong_quota_names_its_field(http: Any, body: dict[str, Any], st
 
 async def test_an_unknown_namespace_is_not_found(http: Any) -> None:
     assert (await http.put("/v1/namespaces/nobody", json={"weight": 2})).status_code == 404
+
+
+async def test_a_quota_is_said_by_tier(http: Any) -> None:
+    document = (await http.get("/v1/namespaces/batch/team-a")).json()
+    quota = {key: document[key] for key in ("guaranteed_bytes", "limit_bytes", "weight")}
+    assert document["tiers"] == {"device": quota}
