@@ -120,6 +120,8 @@ class _Turns:
         #: Bytes that those who went used alone: of a namespace, and of it and all below it.
         self._gone: dict[Namespace, int] = {}
         self._gone_below: dict[Namespace, int] = {}
+        #: Bytes that go with a candidate, as of when it became the next of its namespace.
+        self._sizes: dict[Sequence, int] = {}
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence goes."""
@@ -146,7 +148,10 @@ class _Turns:
 
     def _place(self, sequence: Sequence, rank: Callable[[Sequence], Rank]) -> tuple[Rank, tuple[float, ...], int]:
         owner = sequence.namespace
-        size = sum(self._goes_with(block, owner) for block in sequence.references()) * sequence.space.block_bytes
+        size = self._sizes.get(sequence)
+        if size is None:
+            num_blocks = sum(self._goes_with(block, owner) for block in sequence.references())
+            size = self._sizes[sequence] = num_blocks * sequence.space.block_bytes
         left = [
             (size + self._gone_below.get(a, 0) + a.guaranteed_bytes - a.tree_used_bytes) / a.quota.weight
             for a in owner.path()
