@@ -140,10 +140,15 @@ class ReplicaConnection:
                 wanted, self._wanted_traces = self._wanted_traces, []
                 try:
                     await self.link.keep_alive(self._router_id, wanted)
-                    # Serve's list can lack a replica for a moment while its controller restarts.
-                    self.leaving = False
+                    self._stay()
                 except ReplicaLeaving as error:
                     self._leave(error, [])
+
+    def _stay(self) -> None:
+        """Serve's list can lack a replica for a moment, while its controller restarts."""
+        was_leaving, self.leaving = self.leaving, False
+        if was_leaving and self.connected:
+            self._owner.on_connected(self)
 
     def _leave(self, error: ReplicaLeaving, unsent: Sequence[GenerationRequest]) -> None:
         if not self.leaving:

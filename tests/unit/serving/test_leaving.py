@@ -93,10 +93,10 @@ async def test_without_another_replica_the_stopping_one_goes_on_until_a_new_one_
 
 class Owner:
     def __init__(self) -> None:
-        self.num_left = 0
+        self.num_connected = self.num_left = 0
 
     def on_connected(self, connection: ReplicaConnection) -> None:
-        pass
+        self.num_connected += 1
 
     def on_message(self, connection: ReplicaConnection, message: Any) -> None:
         pass
@@ -120,5 +120,6 @@ async def test_a_replica_that_serve_lists_again_takes_requests_again(make_replic
     await cluster.settle(lambda: not connection.leaving)
     assert connection.connected
     assert owner.num_left
+    assert owner.num_connected == 2, "what waits is told that there is a replica again"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
