@@ -39,7 +39,7 @@ _MARK = "REMORA_TEST_CHART"
 VALUES: dict[str, Any] = {
     "config": {
         "cluster": {"name": CLUSTER_NAME, "object_store_bytes": "128MiB"},
-        "http": {"num_routers": 1},
+        "http": {"num_routers": 2},
         "devices": [{"name": "cpu0", "arena_bytes": "64MiB", "extent_bytes": "16MiB"}],
     },
     "workers": [
