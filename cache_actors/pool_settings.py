@@ -64,7 +64,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
                     kv_precision=namespace.kv_precisions,
                 )
                 for model in config.models
-                if model.device == device_name
+                if device_name in model.devices
                 for namespace in config.namespaces_of(model.name)
             ),
             shm_dir=paths.SHARED_MEMORY_DIR,

@@ -69,9 +69,10 @@ class ModelReplica:
         bind_replica_to_loopback()
         self._config = config
         self._model_config = next(model for model in config.models if model.name == model_name)
-        self._device = config.device_of(self._model_config)
+        context = serve.get_replica_context()
+        self._device = config.device_of(self._model_config, context.rank.local_rank)
         self._catalog = Catalog(config)
-        self.replica_id = ReplicaId(serve.get_replica_context().replica_id.unique_id)
+        self.replica_id = ReplicaId(context.replica_id.unique_id)
         setup_telemetry(f"replica-{model_name}", config.telemetry, config.cluster.state_dir or default_state_dir())
         self._loop = asyncio.get_running_loop()
         pool = get_or_create_pool(config, self._device.name, ray.get_runtime_context().get_node_id())

@@ -102,11 +102,18 @@ class ModelConfig(_Section):
     max_step_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
     num_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     device: Name = "cpu0"
+    #: Further devices of a node with blocks as long: its replicas there are spread over all of them in turn.
+    more_devices: tuple[Name, ...] = ()
     #: "native" (own decoder), "transformers" (any full-attention causal model, slower), or "auto".
     backend: Literal["auto", "native", "transformers"] = "auto"
     trust_remote_code: bool = False
     #: Namespace of requests that name none; None: the model's first namespace.
     default_namespace: NamespaceName | None = None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of all devices that its replicas may have."""
+        return (self.device, *self.more_devices)
 
     @property
     def kv_precisions(self) -> tuple[KVWord, KVWord]:
@@ -221,6 +228,14 @@ class RemoraConfig(_Section):
         for model in self.models:
             if model.device not in devices:
                 raise ValueError(f"models.{model.name}.device: no device {model.device!r}; one of {sorted(devices)}")
+            for name in model.more_devices:
+                if name not in devices or model.devices.count(name) > 1:
+                    raise ValueError(f"models.{model.name}.more_devices: {name!r} is no other of {sorted(devices)}")
+                if devices[name].block_tokens != devices[model.device].block_tokens:
+                    raise ValueError(
+                        f"models.{model.name}.more_devices: block_tokens of {name!r} are "
+                        f"{devices[name].block_tokens}, those of {model.device!r} {devices[model.device].block_tokens}"
+                    )
             if model.default_namespace is not None and model.default_namespace not in {
                 namespace.name for namespace in self.namespaces if namespace.model == model.name
             }:
@@ -247,7 +262,8 @@ class RemoraConfig(_Section):
                     "set it there"
                 )
             if parent_id is None:
-                guaranteed[models[namespace.model].device] += namespace.guaranteed
+                for name in models[namespace.model].devices:
+                    guaranteed[name] += namespace.guaranteed
             elif (model_name := namespaces[parent_id].model) != namespace.model:
                 raise ValueError(
                     f"namespaces.{namespace.name}.model: {namespace.model!r}, but its parent {parent_id!r} is of "
@@ -274,9 +290,10 @@ class RemoraConfig(_Section):
                 )
         return self
 
-    def device_of(self, model: ModelConfig) -> DeviceConfig:
-        """The device that the model names."""
-        return next(device for device in self.devices if device.name == model.device)
+    def device_of(self, model: ModelConfig, replica_rank: int = 0) -> DeviceConfig:
+        """The device of the model's replica of that rank on its node."""
+        wanted = model.devices[replica_rank % len(model.devices)]
+        return next(device for device in self.devices if device.name == wanted)
 
     def namespaces_of(self, model_name: str) -> tuple[NamespaceConfig, ...]:
         """The model's namespaces, its default first. A model without any gets one of its own name."""

@@ -57,7 +57,7 @@ def check_sizes(config: RemoraConfig, plans: list[ModelPlan]) -> None:
         for model in config.models:
             plan = by_name[model.name]
             smallest = _round_up(MIN_BLOCKS_PER_EXTENT * plan.block_bytes)
-            if model.device == device.name and device.extent_bytes < smallest:
+            if device.name in model.devices and device.extent_bytes < smallest:
                 raise ConfigError(
                     f"devices.{device.name}.extent_bytes: {int(device.extent_bytes)} bytes hold "
                     f"{device.extent_bytes // plan.block_bytes} blocks of model {model.name!r} "

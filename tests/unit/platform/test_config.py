@@ -94,6 +94,17 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
         ),
         ({"models": [{"name": "A b", "source": "x"}]}, "models.0.name: 'A b' is not allowed"),
         ({"models": [{"name": "a", "source": "x", "device": "gpu7"}]}, "models.a.device: no device 'gpu7'; one of"),
+        (
+            {"models": [{"name": "a", "source": "x", "more_devices": ["cpu0"]}]},
+            "models.a.more_devices: 'cpu0' is no other of ['cpu0']",
+        ),
+        (
+            {
+                "devices": [{"name": "cpu0"}, {"name": "cpu1", "block_tokens": 64}],
+                "models": [{"name": "a", "source": "x", "more_devices": ["cpu1"]}],
+            },
+            "models.a.more_devices: block_tokens of 'cpu1' are 64, those of 'cpu0' 32",
+        ),
         ({"models": [{"name": "a", "source": "x"}] * 2}, "models: the name 'a' is used twice"),
         (
             document(namespaces=[{"name": "n", "model": "a", "kv_precision": "int3"}]),
@@ -218,3 +229,13 @@ def test_a_wrong_trusted_network_is_the_only_complaint() -> None:
         parse_config(document(http={"host": "0.0.0.0", "trusted_network": "perhaps"}))
     assert str(error.value).startswith("http.trusted_network: 'perhaps' is not allowed")
     assert "http.host" not in str(error.value)
+
+
+def test_replicas_of_a_node_are_spread_over_the_devices_of_their_model() -> None:
+    config = parse_config(
+        {
+            "devices": [{"name": "cpu0"}, {"name": "cpu1"}],
+            "models": [{"name": "a", "source": "x", "device": "cpu1", "more_devices": ["cpu0"], "num_replicas": 3}],
+        }
+    )
+    assert [config.device_of(config.models[0], rank).name for rank in range(3)] == ["cpu1", "cpu0", "cpu1"]
