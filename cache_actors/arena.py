@@ -75,7 +75,7 @@ class Opened(NamedTuple):
 class Arena:
     """A mapped arena. `data` is [data_bytes] uint8, page-aligned, shared with every process that maps the file."""
 
-    def __init__(self, path: Path, fd: int, *, owner: bool) -> None:
+    def __init__(self, path: Path, fd: int, *, owner: bool, writable: bool = True) -> None:
         """Maps an open file. Raises ArenaError when it is no whole arena. Takes the descriptor over."""
         self.path = path
         self.is_owner: Final = owner
@@ -84,7 +84,7 @@ class Arena:
         if size < HEADER_BYTES:
             os.close(fd)
             raise ArenaError(f"{path}: too short for an arena: {size} bytes")
-        self._mapping = mmap.mmap(fd, size)
+        self._mapping = mmap.mmap(fd, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         self._header: ArenaHeader | None = None
         try:
             self._header = ArenaHeader(memoryview(self._mapping))
@@ -159,13 +159,13 @@ class Arena:
         return arena
 
     @staticmethod
-    def open(path: Path) -> Arena:
-        """Maps the arena of a running pool for reading and writing. Raises ArenaError."""
+    def open(path: Path, *, writable: bool = True) -> Arena:
+        """Maps the arena of a running pool, for reading only unless `writable`. Raises ArenaError."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
             raise ArenaError(f"{path}: cannot be opened: {error.strerror}") from None
-        return Arena(path, fd, owner=False)
+        return Arena(path, fd, owner=False, writable=writable)
 
     @staticmethod
     def adopt_or_create(path: Path, identity: ArenaIdentity, *, lock_timeout_s: float = 10.0) -> Opened:

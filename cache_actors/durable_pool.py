@@ -23,12 +23,13 @@ from remora.cache_actors.stale_files import journal_path
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, Refused, SetQuota
 from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
 from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.hold_commands import Held
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.quota_changes import quota_changes
 from remora.namespaces.report import LeaseReport, PoolReport
 from remora.platform.base.clock import Clock
 from remora.platform.base.errors import ConfigError, IntegrityError, JournalError, StaleLease
-from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
+from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,14 @@ class DurablePool:
     def kv_precisions(self) -> dict[NamespaceId, KVPrecision | None]:
         return self._state.kv_precisions()
 
-    def has_waiting(self) -> bool:
-        """Whether any admission is parked, so that time must be let pass."""
-        return any(lease.num_waiting for lease in self._state.leases())
+    @property
+    def needs_time(self) -> bool:
+        """Whether anything ends when its time is over, so that time must be let pass."""
+        return self._state.needs_time
+
+    def held(self, hold_id: HoldId) -> Held:
+        """What a reader holds; nothing once that has ended."""
+        return self._state.held(hold_id)
 
     def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
         """How many of the first blocks of a chain can be found."""

@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from remora.cache_actors.port import EngineCommand, OnAnswer, OnEvent
+from remora.cache_actors.block_exports import checksum
+from remora.cache_actors.port import EngineCommand, LoadPath, OnAnswer, OnEvent
 from remora.namespaces.commands import (
     AddFormat,
     AnyAnswer,
@@ -40,10 +41,11 @@ from remora.namespaces.commands import (
 )
 from remora.namespaces.effects import CopyBlocks, SetGeneration, ZeroBlocks
 from remora.namespaces.geometry import KVGeometry, KVPrecision
+from remora.namespaces.hold_commands import Held, Hold, Unhold
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.platform.base.clock import Clock, SystemClock
-from remora.platform.base.errors import ArenaError, StaleLease
-from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, ReplicaId
+from remora.platform.base.errors import ArenaError, StaleLease, Unavailable
+from remora.platform.base.ids import HoldId, LeaseId, ModelId, NamespaceId, ReplicaId
 
 #: How answers and events reach the engine: within `send`; when the test says so; or from threads, a little later.
 Delivery = Literal["inline", "manual", "threads"]
@@ -150,6 +152,11 @@ class LocalDevice:
         """Ends a port's lease as if its process were gone."""
         self.apply(LeaseLost(lease_id=port.lease_id))
 
+    def hold(self, command: Hold) -> LocalReader:
+        """For readers of other pools (block_loader.SourcePool)."""
+        answer = self.apply(command)
+        return LocalReader(self, command.hold_id, answer if isinstance(answer, Held) else Held())
+
     def generation(self, lease_slot: int) -> int:
         return self._generations.get(lease_slot, 0)
 
@@ -180,6 +187,28 @@ class LocalDevice:
     def connect(self, port: LocalPool) -> None:
         with self._lock:
             self._ports.append(port)
+
+
+class LocalReader:
+    """Blocks held for a reader (block_loader.HeldReader)."""
+
+    def __init__(self, device: LocalDevice, hold_id: HoldId, held: Held) -> None:
+        self.path: LoadPath = "mapped"
+        self.num_blocks = len(held.blocks)
+        self.block_bytes = held.block_bytes
+        self._device, self._hold_id, self._held = device, hold_id, held
+
+    def read(self, first: int, into_NB: NDArray[np.uint8]) -> tuple[int, ...]:
+        size, data = self.block_bytes, self._device.data
+        for row, block in zip(into_NB, self._held.blocks[first : first + len(into_NB)], strict=True):
+            row[:] = data[block * size : (block + 1) * size]
+        if not self._device.state.held(self._hold_id).blocks:
+            raise Unavailable("its blocks were not held until they were copied")
+        return tuple(checksum(row) for row in into_NB)
+
+    def close(self) -> None:
+        self._device.apply(Unhold(lease_id=LeaseId(""), hold_ids=(self._hold_id,)))
+        self._device.pass_on_events()
 
 
 class LocalPool:

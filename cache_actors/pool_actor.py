@@ -20,13 +20,15 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from remora.cache_actors.cluster_names import ray_namespace
+from remora.cache_actors.block_exports import BlockBytes, as_held, hold_command, read_blocks, unhold_command
+from remora.cache_actors.cluster_names import POOL_PREFIX, pool_actor_name, ray_namespace
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.cache_actors.durable_pool import DurablePool
 from remora.cache_actors.pool_calls import await_pool
 from remora.cache_actors.pool_messages import (
     CallReply,
     EventsReply,
+    HoldReply,
     PoolBinding,
     PoolDescription,
     decode_commands,
@@ -51,11 +53,12 @@ from remora.namespaces.commands import (
     Tick,
     Trim,
 )
+from remora.namespaces.hold_commands import Held, Hold, Unhold
 from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import IntegrityError, StaleLease
-from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId, SessionId
+from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId, SessionId
 
 __all__ = ["PoolActor", "await_pool", "find_pools", "get_or_create_pool"]
 
@@ -66,7 +69,6 @@ _IDLE_S: Final = 0.5
 #: How long a compaction goes on when blocks are in use, and how often it looks whether they have been let go.
 _COMPACTION_S: Final = 10.0
 _COMPACTION_PAUSE_S: Final = 0.02
-_NAME_PREFIX: Final = "pool-"
 
 
 class PoolActor:
@@ -125,6 +127,30 @@ class PoolActor:
     async def kv_precisions(self) -> bytes:
         """KVPrecisions: what new sequences of each namespace should have."""
         return msgspec.msgpack.encode(self._pool.kv_precisions())
+
+    # ---- readers from outside ----------------------------------------------------------------------------------------
+
+    async def hold(self, data: bytes) -> bytes:
+        """Answers a Hold with HoldReply: cached blocks that stay as they are for a while. A GPU's are not read yet."""
+        command = msgspec.msgpack.decode(data, type=Hold)
+        held = as_held(self._commit([hold_command(command)])[0]) if self._settings.device.kind == "cpu" else Held()
+        arena = self._pool.arena
+        return msgspec.msgpack.encode(
+            HoldReply(
+                held=held,
+                node_id=self._settings.node_id,
+                arena_path=str(arena.path),
+                incarnation=arena.header.incarnation,
+            )
+        )
+
+    async def read_blocks(self, hold_id: HoldId, first: int, count: int) -> BlockBytes | None:
+        """The bytes of held blocks, for another node; None when they are not held any more."""
+        return await read_blocks(self._pool, hold_id, first, count)
+
+    async def unhold(self, hold_ids: list[HoldId]) -> None:
+        """The readers are done."""
+        self._commit([unhold_command(hold_ids)])
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +246,7 @@ class PoolActor:
     def _apply(self, lease_id: LeaseId, commands: list[AnyCommand]) -> list[AnyAnswer]:
         for command in commands:
             if command.lease_id != lease_id or isinstance(
-                command, LeaseLost | SetQuota | EndSession | Tick | Compact | Trim
+                command, LeaseLost | SetQuota | EndSession | Tick | Compact | Trim | Hold | Unhold
             ):
                 return [Refused(error=StaleLease.__name__, message="not a command of this lease")] * len(commands)
         answers: list[AnyAnswer] = []
@@ -300,7 +326,7 @@ class PoolActor:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             try:
-                if self._pool.has_waiting():
+                if self._pool.needs_time:
                     self._commit([Tick(lease_id=POOL_LEASE)])
                 for lease_id in self._pool.overdue_leases():
                     lease = self._pool.lease(lease_id)
@@ -347,7 +373,7 @@ def get_or_create_pool(config: RemoraConfig, device_name: str, node_id: str) -> 
     return (
         ray.remote(PoolActor)
         .options(
-            name=f"{_NAME_PREFIX}{device_name}-{node_id}",
+            name=pool_actor_name(device_name, node_id),
             namespace=ray_namespace(config.cluster.name),
             lifetime="detached",
             get_if_exists=True,
@@ -368,5 +394,5 @@ def find_pools(cluster_name: str) -> list[Any]:
     return [
         ray.get_actor(entry["name"], namespace=namespace)
         for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == namespace and entry["name"].startswith(_NAME_PREFIX)
+        if entry["namespace"] == namespace and entry["name"].startswith(POOL_PREFIX)
     ]

@@ -9,6 +9,7 @@ import msgspec
 
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent
 from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.hold_commands import Held
 from remora.namespaces.report import PoolReport
 from remora.platform.base.ids import LeaseId, NamespaceId, PoolId
 
@@ -50,6 +51,16 @@ class EventsReply(msgspec.Struct, frozen=True, kw_only=True):
     last_call_no: int
     #: False: the pool does not know the lease (any more); no events will come.
     lease_known: bool
+
+
+class HoldReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader from outside the pool may read, and how it gets there."""
+
+    held: Held
+    #: Ray's id of the pool's node: processes there map the arena, others ask for the bytes.
+    node_id: str
+    arena_path: str
+    incarnation: int
 
 
 class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from remora.platform.base.errors import ConfigError
 from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, PoolId
 
 #: Changes whenever an old journal, snapshot or arena could not be read right any more.
-STATE_FORMAT = 6
+STATE_FORMAT = 7
 #: Lease id of commands of the pool itself.
 POOL_LEASE = LeaseId("")
 
@@ -35,6 +35,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: Path
     object_store_bytes: int
     debug: bool = False
+    #: Ray's id of the node.
+    node_id: str = ""
 
     @staticmethod
     def from_config(config: RemoraConfig, device_name: str, *, node_id: str, session_name: str) -> PoolSettings:
@@ -71,6 +73,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
             state_dir=config.cluster.state_dir or paths.default_state_dir(),
             object_store_bytes=int(config.cluster.object_store_bytes),
             debug=config.cluster.debug,
+            node_id=node_id,
         )
 
     def identity(self) -> ArenaIdentity:

@@ -1,13 +1,19 @@
-"""What an engine needs of a pool and of its device, whatever stands behind: an actor, or a pool in the same process."""
+"""What an engine needs of a pool, of its device and of other pools, whatever stands behind: actors, or this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from remora.namespaces.commands import AddFormat, Admit, AnyAnswer, AnyEvent, Extend, Publish, Release, Relocated
 from remora.namespaces.sequence_commands import SequenceCommand
+from remora.platform.base.ids import BlockHash, NamespaceId, PoolId
 
 EngineCommand = AddFormat | Admit | Extend | Publish | Release | Relocated | SequenceCommand
 OnAnswer = Callable[[EngineCommand, AnyAnswer], None]
@@ -47,3 +53,64 @@ class OpenGate:
 
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+# ---- blocks of other pools -------------------------------------------------------------------------------------------
+
+
+class KVSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Another pool that may have blocks which a request needs."""
+
+    pool_id: PoolId
+    #: Name of its actor.
+    actor_name: str
+
+
+#: How bytes come: the source's arena is mapped and copied (same node), or its actor sends them (another node).
+LoadPath = Literal["mapped", "streamed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """Blocks wanted of a source, from number `first` of the chain on."""
+
+    source: KVSource
+    namespace_id: NamespaceId
+    #: Only KV of equal shape and content will do.
+    fingerprint: bytes
+    hashes: tuple[BlockHash, ...]
+    first: int
+    block_bytes: int
+
+
+class LoadedBlocks(NamedTuple):
+    """Verified bytes of consecutive blocks of the chain. They are the receiver's until it says `give_back`."""
+
+    first: int
+    data_NB: NDArray[np.uint8]
+    give_back: Callable[[], None]
+
+
+class LoadEnd(NamedTuple):
+    """Nothing more comes. What did not come is computed."""
+
+    #: "" when everything that the source has came; else what went wrong.
+    problem: str
+    path: LoadPath | None
+    num_blocks: int
+    num_bytes: int
+    #: Blocks whose checksum was wrong on this side.
+    num_damaged: int
+
+
+class BlockLoader(Protocol):
+    """Gets blocks from other pools, beside the engine."""
+
+    def start(
+        self, order: LoadOrder, on_blocks: Callable[[LoadedBlocks], None], on_end: Callable[[LoadEnd], None]
+    ) -> Callable[[], None]:
+        """Begins and returns at once; both are called from another thread, blocks in order, the end once.
+
+        Calling what is returned gives the load up: its end still comes.
+        """
+        ...

@@ -21,6 +21,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     replica_id: ReplicaId
     model_id: ModelId
     pool_id: PoolId
+    #: Name of its actor: where replicas of other pools ask for blocks. "": nowhere.
+    pool_actor_name: str = ""
     #: In the model's own KV precision.
     fingerprint: bytes
     block_tokens: int

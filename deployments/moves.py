@@ -1,13 +1,15 @@
 """Running requests moved between replicas of their model, while their clients read on.
 
-    precopy ─► (other pool only) the target computes and seals what the request has so far; the source goes on
+    precopy ─► (other pool only) the target copies what the source's pool has sealed, and goes on; again until less
+               than a block is new
     freeze  ─► the source stops at a step boundary, the target begins behind the last token that the client has
     commit  ─► the first delta of the new attempt is here; nothing of the old one is forwarded any more
 
 Replicas of one pool share the sealed blocks, so that only the unsealed tail is computed again: the pause is the call,
-the admission and one step. Between pools the tokens travel and the target computes them during the precopy; copying
-blocks instead is not there yet. What the target may still refuse goes on at the source or elsewhere: the router's token
-log is the truth, attempts are numbered, and tokens and random draws are a function of the log.
+the admission and one step. Between pools the blocks are copied (cache_actors/block_loader.py): all but the last ones
+during the precopy, those sealed since when the target begins. What cannot be copied is computed. What the target may
+still refuse goes on at the source or elsewhere: the router's token log is the truth, attempts are numbered, and tokens
+and random draws are a function of the log.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from remora.deployments.generation_job import GenerationJob
 from remora.deployments.placement import Candidate, affinity_key, place
 from remora.deployments.request_stream import RequestStream
 from remora.deployments.router_stats import MoveReason
+from remora.deployments.token_counts import TokenCounts
 from remora.namespaces.edits import ContextPlan
 from remora.namespaces.session_log import EPOCHS_PER_TURN
 from remora.platform.base import telemetry_names as names
@@ -39,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: Longest that a target may take to compute what a request has so far.
 PRECOPY_TIMEOUT_S = 120.0
+#: How often what is new is copied ahead while the request goes on.
+MAX_PRECOPY_ROUNDS = 4
 #: A move whose target says nothing for so long is reported as failed; the request itself goes on as any other.
 LANDING_TIMEOUT_S = 60.0
 #: Requests that leave a draining replica at once: each costs a prefill of its tail at another.
@@ -46,8 +51,9 @@ MAX_PARALLEL_MOVES = 4
 #: Epochs of a turn that moves leave to failovers.
 SPARE_ATTEMPTS = 16
 
-#: How the tokens before the move got to the target: in the common pool, or computed there.
-Transfer = Literal["shared", "recomputed"]
+
+#: How the tokens of a move are to get to the target: its pool has them, or it copies them.
+Transfer = Literal["shared", "copied"]
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +63,8 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     source: ReplicaId | None
     #: Where the request runs now; not the wanted target if that refused it.
     replica: ReplicaId
-    transfer: Transfer
-    #: Of the prompt and the output so far.
-    num_tokens: int
+    #: Of the prompt and the output so far: how they got there.
+    tokens: TokenCounts
     #: Without a token for the client, beyond what it would have waited anyway.
     pause_s: float
     took_s: float
@@ -73,10 +78,12 @@ def precopy_job(
     target: ReplicaId,
     *,
     priority: int = 0,
+    owner: ReplicaId | None = None,
     context: ContextPlan | None = None,
     trace_context: Mapping[str, str] | None = None,
 ) -> GenerationJob:
-    """Computes these tokens at the target; the one token that it also generates is for nobody."""
+    """Brings these tokens' KV to the target, from the pool of `owner` as far as that has it; the one token that it also
+    generates is for nobody."""
     return GenerationJob(
         request_id=request_id,
         model_id=model_id,
@@ -85,6 +92,7 @@ def precopy_job(
         sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         priority=priority,
         context=context,
+        owner=owner,
         target=target,
         trace_context=trace_context,
     )
@@ -117,7 +125,7 @@ class Moves:
             raise Conflict(f"The request runs at {target!r} already.", field="to")
         if stream.attempt + SPARE_ATTEMPTS >= EPOCHS_PER_TURN:
             raise Conflict(f"The request was moved {stream.attempt} times already; it stays.", field="to")
-        transfer: Transfer = "shared" if self.pool_of(source) == candidates[target].pool_id else "recomputed"
+        transfer: Transfer = "shared" if self.pool_of(source) == candidates[target].pool_id else "copied"
         attributes = {
             names.REMORA_REQUEST_ID: request.request_id,
             names.REMORA_NAMESPACE: request.namespace_id,
@@ -126,22 +134,13 @@ class Moves:
             names.REMORA_MIGRATE_TRANSFER: transfer,
         }
         started_s = asyncio.get_running_loop().time()
-        if transfer == "recomputed":
+        ahead = TokenCounts()
+        if transfer == "copied":
             with span(names.MIGRATE_PRECOPY, attributes, parent=request.trace_context):
-                await self.precopy(
-                    precopy_job(
-                        RequestId(f"{stream.attempt_id}~precopy"),
-                        request.model_id,
-                        request.namespace_id,
-                        request.prompt_token_ids + stream.log.token_ids()[0],
-                        target,
-                        priority=request.priority,
-                        context=request.context,
-                        trace_context=request.trace_context,
-                    )
-                )
+                ahead = await self._precopy_rounds(stream, source, target)
         with span(names.MIGRATE_FREEZE, attributes, parent=request.trace_context):
             num_tokens = len(request.prompt_token_ids) + stream.log.num_tokens
+            num_copied_before = stream.num_copied_tokens
             landing = core.move(stream, target)
             try:
                 async with asyncio.timeout(LANDING_TIMEOUT_S):
@@ -155,15 +154,49 @@ class Moves:
         replica = stream.replica_id or target
         with span(names.MIGRATE_COMMIT, attributes, parent=request.trace_context) as commit:
             commit.set_attribute(names.REMORA_MIGRATE_PAUSE, pause_s)
+            if self.pool_of(replica) == self.pool_of(source):
+                tokens = TokenCounts.of(num_tokens, shared=num_tokens)
+            else:
+                num_copied = ahead.copied + stream.num_copied_tokens - num_copied_before
+                tokens = TokenCounts.of(num_tokens, shared=ahead.shared, copied=num_copied)
+            commit.set_attributes(tokens.attributes())
         core.stats.moved(request.model_id, reason, pause_s)
         took_s = asyncio.get_running_loop().time() - started_s
         logger.info("request %s moved from %s to %s: pause %.3f s", request.request_id, source, replica, pause_s)
-        return Moved(
-            source=source, replica=replica, transfer=transfer, num_tokens=num_tokens, pause_s=pause_s, took_s=took_s
-        )
+        return Moved(source=source, replica=replica, tokens=tokens, pause_s=pause_s, took_s=took_s)
 
-    async def precopy(self, job: GenerationJob) -> None:
-        """Lets the pool of `job.target` have the blocks of the prompt.
+    async def _precopy_rounds(self, stream: RequestStream, source: ReplicaId, target: ReplicaId) -> TokenCounts:
+        """Copies ahead until less than a block is new, or it is not worth another round."""
+        request = stream.request
+        card = await self._core.card(request.model_id)
+        num_shared = num_copied = num_ahead = 0
+        for number in range(MAX_PRECOPY_ROUNDS):
+            token_ids = request.prompt_token_ids + stream.log.token_ids()[0]
+            if request.context is None:
+                # Full blocks and the one token that a replica always computes.
+                token_ids = token_ids[: (len(token_ids) - 1) // card.block_tokens * card.block_tokens + 1]
+            if len(token_ids) - num_ahead < card.block_tokens and (number or request.context is None):
+                break
+            job = precopy_job(
+                RequestId(f"{stream.attempt_id}~precopy{number}"),
+                request.model_id,
+                request.namespace_id,
+                token_ids,
+                target,
+                priority=request.priority,
+                owner=source,
+                context=request.context,
+                trace_context=request.trace_context,
+            )
+            counts = await self.precopy(job)
+            if not number:
+                num_shared = counts.shared
+            num_copied += counts.copied
+            num_ahead = len(token_ids)
+        return TokenCounts.of(num_ahead, shared=num_shared, copied=num_copied)
+
+    async def precopy(self, job: GenerationJob) -> TokenCounts:
+        """Lets the pool of `job.target` have the blocks of the prompt; says how they came there.
 
         Raises Unavailable when the target does not manage it; nothing has changed then.
         """
@@ -176,11 +209,12 @@ class Moves:
             raise Unavailable(f"{job.target} cannot take the tokens: {error or 'it does not answer'}") from error
         finally:
             copy.close()
+        num_found = (copy.num_cached_tokens or 0) - copy.num_copied_tokens
+        return TokenCounts.of(len(job.prompt_token_ids), shared=max(0, num_found), copied=copy.num_copied_tokens)
 
     def pool_of(self, replica_id: ReplicaId | None) -> PoolId | None:
-        """None for a replica that is not connected."""
-        connection = None if replica_id is None else self._core.connection(replica_id)
-        return None if connection is None or connection.card is None else connection.card.pool_id
+        """None for a replica that this router has never been connected to."""
+        return self._core.placer.sources.pool_of(replica_id)
 
     # ---- draining ----------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ class Candidate:
 class Choice(NamedTuple):
     replica_id: ReplicaId
     reason: RouteReason
+    #: For "load": a replica of the pool that was preferred, where the blocks may be.
+    home: ReplicaId | None = None
 
 
 def affinity_key(namespace_id: NamespaceId, block_hashes: Sequence[BlockHash]) -> bytes:
@@ -93,10 +95,11 @@ def place(
             pool,
         ),
     )
+    preferred = next(candidate.replica_id for candidate in candidates if candidate.pool_id == pools[0])
     for rank, pool_id in enumerate(pools):
         members = [candidate for candidate in candidates if candidate.pool_id == pool_id]
         best = min(members, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))
         if best.load_tokens + request_tokens <= limit:
-            return Choice(best.replica_id, "prefix" if rank == 0 else "load")
+            return Choice(best.replica_id, "load", preferred) if rank else Choice(best.replica_id, "prefix")
     best = min(candidates, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))
-    return Choice(best.replica_id, "load")
+    return Choice(best.replica_id, "load", preferred)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.kv_sources import KVSources
 from remora.deployments.model_card import ModelCard
 from remora.deployments.placement import Candidate, Choice, affinity_key, place
 from remora.deployments.prefix_hints import PrefixHints
@@ -23,10 +24,12 @@ class Placer:
     """
 
     def __init__(self) -> None:
+        self.sources = KVSources()
         self._cached: dict[PoolId, PrefixHints] = {}
 
     def choose(self, stream: RequestStream, candidates: Sequence[Candidate]) -> tuple[Choice, int]:
-        """The replica for the request's next attempt, and how many blocks of its prompt are believed to be there."""
+        """The replica for the request's next attempt, and how many blocks of its prompt are believed to be there; tells
+        the stream which other pool may have them."""
         request = stream.request
         overlap = {each.pool_id: self._num_cached(each.pool_id, stream) for each in candidates}
         if stream.target is not None and any(each.replica_id == stream.target for each in candidates):
@@ -35,6 +38,8 @@ class Placer:
             key = affinity_key(request.namespace_id, request.block_hashes)
             choice = place(key, candidates, stream.load_tokens, stream.owner, overlap)
         pool_id = next(each.pool_id for each in candidates if each.replica_id == choice.replica_id)
+        places = (stream.last_replica_id, stream.owner, choice.home)
+        stream.kv_source = self.sources.find(places, pool_id)
         return choice, overlap[pool_id]
 
     def learn(self, card: ModelCard | None, stream: RequestStream, delta: TokenDelta) -> None:

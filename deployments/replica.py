@@ -21,9 +21,12 @@ import msgspec
 import ray
 from ray import serve
 
+from remora.cache_actors.block_loader import ThreadedLoader
+from remora.cache_actors.cluster_names import pool_actor_name
 from remora.cache_actors.pool_actor import get_or_create_pool
 from remora.cache_actors.pool_calls import ask_kv_precisions
 from remora.cache_actors.pool_client import PoolClient
+from remora.cache_actors.pool_reader import PoolReaders
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import RegistryMember
@@ -75,7 +78,8 @@ class ModelReplica:
         self.replica_id = ReplicaId(context.replica_id.unique_id)
         setup_telemetry(f"replica-{model_name}", config.telemetry, config.cluster.state_dir or default_state_dir())
         self._loop = asyncio.get_running_loop()
-        pool = get_or_create_pool(config, self._device.name, ray.get_runtime_context().get_node_id())
+        self._node_id = ray.get_runtime_context().get_node_id()
+        pool = get_or_create_pool(config, self._device.name, self._node_id)
         self._model: LoadedModel = await asyncio.to_thread(
             load_model,
             self._model_config,
@@ -124,6 +128,7 @@ class ModelReplica:
                 max_step_tokens=self._model_config.max_step_tokens,
                 debug=config.cluster.debug,
             ),
+            loader=ThreadedLoader(PoolReaders(config.cluster.name, self._node_id).find),
             on_fenced=self._on_fenced,
         )
         self._stall = StallWatch()
@@ -138,6 +143,7 @@ class ModelReplica:
         memory, fingerprint = self._formats.find(own)
         return EngineNamespace(
             root=self._catalog.chain_root(own, fingerprint),
+            fingerprint=fingerprint,
             weight=self._catalog.namespaces[own].weight,
             memory=memory,
         )
@@ -155,6 +161,7 @@ class ModelReplica:
                 replica_id=self.replica_id,
                 model_id=ModelId(self._model.name),
                 pool_id=self._lease.binding.pool_id,
+                pool_actor_name=pool_actor_name(self._device.name, self._node_id),
                 fingerprint=self._model.fingerprint,
                 block_tokens=self._model.geometry.block_tokens,
                 block_bytes=self._model.geometry.block_bytes,
@@ -258,7 +265,7 @@ class ModelReplica:
             replica_id=self.replica_id,
             model_id=ModelId(self._model.name),
             namespace_ids=self._catalog.namespaces_of[ModelId(self._model.name)],
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=self._node_id,
             pool_id=self._lease.binding.pool_id,
             process=process_identity(),
             endpoint=self.replica_id,

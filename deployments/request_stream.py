@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from remora.cache_actors.port import KVSource
 from remora.deployments.engine.messages import GenerationRequest, TokenDelta
 from remora.deployments.token_log import TokenLog
 from remora.namespaces.edits import ContextOutcome
@@ -47,10 +48,15 @@ class RequestStream:
         self.started_s = started_s
         #: The replica that runs the current attempt; None while the request waits for one.
         self.replica_id: ReplicaId | None = None
+        #: The one that had the attempt before, and where blocks of it may be found if that is another pool.
+        self.last_replica_id: ReplicaId | None = None
+        self.kv_source: KVSource | None = None
         self.attempt = 0
         #: Attempts that ended because their replica was lost.
         self.num_lost = 0
         self.num_cached_tokens: int | None = None
+        #: Of all attempts: tokens that came from other pools.
+        self.num_copied_tokens = 0
         #: Known at the end, if the context was edited.
         self.context: ContextOutcome | None = None
         #: Where the next attempt should run: the session's last replica if it is not loaded too much; this one if it
@@ -98,6 +104,7 @@ class RequestStream:
             request_id=self.attempt_id,
             epoch=Epoch(self.request.epoch + self.attempt),
             queue_timeout_s=queue_timeout_s,
+            kv_source=self.kv_source,
             **resumed,
         )
 
@@ -140,6 +147,7 @@ class RequestStream:
         if delta.num_cached_tokens is not None and self.num_cached_tokens is None:
             # What a resumed attempt finds cached includes the output; the first answer is the client's.
             self.num_cached_tokens = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))
+        self.num_copied_tokens += delta.num_copied_tokens
         self.context = delta.context or self.context
         self._pending.append(delta)
         self._wake.set()

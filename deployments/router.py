@@ -4,8 +4,8 @@
                one token log      choice, failover
 
 States of a request: waiting (no replica yet) → sent (current attempt at one replica) → finished, failed or closed.
-A lost replica puts its requests back to waiting with the next attempt number and the tokens the client has. The engine
-keeps the deadline of a request it was sent; the router keeps it only while the request waits for a replica.
+A lost replica puts its requests back to waiting with the next attempt number and the tokens the client has. Deadlines
+are the engine's; the router keeps that of a request only while it waits for a replica.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RouterCore:
         #: Streams without a replica, oldest first.
         self._waiting: dict[RequestId, RequestStream] = {}
         self._timers: dict[RequestId, asyncio.TimerHandle] = {}
-        self._placer = Placer()
+        self.placer = Placer()
         self._random = random.SystemRandom()
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class RouterCore:
         if request.session_id is not None:
             attributes[names.REMORA_SESSION_ID] = request.session_id
         with span(names.ROUTER_ROUTE, attributes, parent=request.trace_context) as route:
-            choice, num_blocks = self._placer.choose(stream, [each.candidate() for each in connected])
+            choice, num_blocks = self.placer.choose(stream, [each.candidate() for each in connected])
             route.set_attribute(names.REMORA_REPLICA_ID, choice.replica_id)
             route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)
             route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
@@ -253,6 +253,7 @@ class RouterCore:
     def on_connected(self, connection: ReplicaConnection) -> None:
         assert connection.card is not None
         self._cards[connection.card.model_id] = connection.card
+        self.placer.sources.note(connection.card)
         logger.info("replica %s of %s is connected", connection.replica_id, connection.card.model_id)
         self._assign_waiting()
         self.moves.drain()
@@ -273,7 +274,7 @@ class RouterCore:
                 continue
             verdict = stream.log.judge(delta)
             if verdict == "forward":
-                self._placer.learn(connection.card, stream, delta)
+                self.placer.learn(connection.card, stream, delta)
                 stream.push(delta)
                 stream.land()
                 if stream.log.finished:
@@ -295,8 +296,7 @@ class RouterCore:
             self._resume(stream, "replica_lost", Unavailable(f"the replica was lost under this request: {reason}"))
 
     def _on_error(self, stream: RequestStream, error: RemoraError) -> None:
-        """An engine's error is final, unless it only says that this replica is going away, or will not have what was
-        moved to it."""
+        """An engine's error is final, unless its replica goes away or will not have what was moved to it."""
         if isinstance(error, Unavailable):
             self._resume(stream, "unavailable", error)
         elif stream.is_landing:
@@ -361,7 +361,7 @@ class RouterCore:
         if stream.replica_id is None:
             return
         connection = self._connections.get(stream.replica_id)
-        stream.replica_id = None
+        stream.last_replica_id, stream.replica_id = stream.replica_id, None
         if connection is not None:
             connection.own_load_tokens -= stream.load_tokens
             if not stream.log.finished:

@@ -10,7 +10,7 @@ command and the time.
     Extend ─► Extended                       Detach  ─► Detached
     AddFormat ─► FormatAdded
 
-(and llama.cpp's operations on sequences: namespaces/sequence_commands.py)
+(and llama.cpp's operations on sequences: namespaces/sequence_commands.py; reading from outside: hold_commands.py)
 
 Events (`Granted`, `Preempt`, `Relocate`) reach a lease through `PoolState.events_after`.
 """
@@ -21,6 +21,7 @@ import msgspec
 
 from remora.namespaces.command_base import Answer, Command
 from remora.namespaces.geometry import KVGeometry, KVPrecision
+from remora.namespaces.hold_commands import Held, Hold, Unheld, Unhold
 from remora.namespaces.sequence_commands import SequenceAnswer, SequenceCommand
 from remora.platform.base import errors
 from remora.platform.base.ids import (
@@ -326,11 +327,13 @@ AnyCommand = (
     | Tick
     | Compact
     | Trim
+    | Hold
+    | Unhold
     | SequenceCommand
 )
 AnyAnswer = (
     Attached | AttachRefused | FormatAdded | Admitted | Wait | OverQuota | Extended | Published | Released | Detached
-    | QuotaSet | Compacted | Trimmed | Done | Refused | SequenceAnswer
+    | QuotaSet | Compacted | Trimmed | Held | Unheld | Done | Refused | SequenceAnswer
 )  # fmt: skip
 
 

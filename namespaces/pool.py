@@ -41,6 +41,7 @@ from remora.namespaces.compaction import Compaction
 from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
 from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.growth import Growth
+from remora.namespaces.hold_commands import Held, Hold, Unheld, Unhold
 from remora.namespaces.leases import Lease
 from remora.namespaces.membership import Membership
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
@@ -49,7 +50,7 @@ from remora.namespaces.sequence_commands import SequenceCommand
 from remora.namespaces.sequence_edits import SequenceEdits
 from remora.namespaces.snapshot import decode_snapshot, encode_snapshot
 from remora.platform.base.errors import IntegrityError
-from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
+from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId
 
 __all__ = ["CopyBlocks", "Effect", "PoolState", "PoolStateConfig", "SetGeneration", "ZeroBlocks"]
 
@@ -93,7 +94,14 @@ class PoolState:
                 return self._compaction.compact(command, now_s)
             case Trim():
                 return self._compaction.trim(command, now_s)
+            case Hold():
+                return self._parts.hold(command)
+            case Unhold(hold_ids=hold_ids):
+                num_ended = self._parts.holds.end(hold_ids)
+                self._admission.pump(now_s)
+                return Unheld(num_ended=num_ended)
             case Tick():
+                self._parts.holds.expire(now_s)
                 self._admission.pump(now_s)
                 return Done()
             case _:
@@ -171,6 +179,16 @@ class PoolState:
     def leases(self) -> tuple[LeaseReport, ...]:
         """Live leases with their processes."""
         return describe_leases(self._parts)
+
+    @property
+    def needs_time(self) -> bool:
+        """Whether something ends when its time is over: parked admissions, holds of readers. A `Tick` lets it."""
+        return bool(len(self._parts.room) or len(self._parts.holds))
+
+    def held(self, hold_id: HoldId) -> Held:
+        """What a reader holds; nothing once that has ended."""
+        chain = self._parts.holds.chains.get(hold_id)
+        return Held() if chain is None else chain.describe()
 
     def used_bytes(self) -> dict[NamespaceId, int]:
         """What each namespace's running sequences hold; much cheaper than `describe`."""

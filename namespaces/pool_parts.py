@@ -6,9 +6,11 @@ from collections import OrderedDict
 
 import msgspec
 
-from remora.namespaces.blocks import BlockLedger
+from remora.namespaces.blocks import Block, BlockLedger
 from remora.namespaces.eviction import make_policy
 from remora.namespaces.extents import ExtentMap, GeometrySpace
+from remora.namespaces.hold_commands import MAX_HOLD_S, Held, Hold
+from remora.namespaces.holds import Holds
 from remora.namespaces.leases import Lease, LeaseBook
 from remora.namespaces.placement import Placement
 from remora.namespaces.prefix_index import PrefixIndex, Realm, RealmKey
@@ -87,9 +89,10 @@ class PoolParts:
         self.ledger = BlockLedger(self.index, self.book, config.eviction)
         self.placement = Placement(self.extents, self.book, self.ledger)
         self.leases = LeaseBook(config.max_leases)
-        self.running = RunningTable()
+        self.holds = Holds(self.ledger)
+        self.running = RunningTable(self.holds)
         self.room = WaitingRoom()
-        self.relocations = Relocations(self.ledger, self.leases, self.running)
+        self.relocations = Relocations(self.ledger, self.leases, self.running, self.holds)
         self.sessions = SessionEpochs()
         #: Time of the last command.
         self.now_s = 0.0
@@ -118,6 +121,22 @@ class PoolParts:
         del lease.sequences[sequence.admit.sequence_id]
         lease.bury(sequence.admit.sequence_id)
 
+    def hold(self, command: Hold) -> Held:
+        """Holds the longest cached prefix of a chain, as a sequence of the namespace would find it."""
+        namespace = self.book.namespaces.get(command.namespace_id)
+        chain = self.holds.chains.get(command.hold_id)
+        if chain is None and namespace is not None:
+            self.holds.expire(self.now_s)
+            wanted = (command.fingerprint, namespace.domain)
+            found: list[Block] = []
+            for key, realm in self.index.realms.items():
+                if (key.fingerprint, key.domain) == wanted:
+                    found = max(found, PrefixIndex.match(realm, command.hashes, len(command.hashes)), key=len)
+            found = found[: self.relocations.num_settled(found)]
+            until_s = self.now_s + min(max(command.hold_s, 0.0), MAX_HOLD_S)
+            chain = self.holds.begin(command.hold_id, found, until_s)
+        return Held() if chain is None else chain.describe()
+
     def end_session(self, session_id: SessionId) -> None:
         """Cached blocks that only this session used are the first to go from now on, if the policy heeds it."""
         realm_key, block_hash = self.sessions.tails.pop(session_id, (None, b""))
@@ -134,8 +153,8 @@ class PoolParts:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when any two parts disagree."""
-        for part in (self.extents, self.book, self.index, self.ledger, self.leases, self.running, self.room,
-                     self.relocations):  # fmt: skip
+        for part in (self.extents, self.book, self.index, self.ledger, self.leases, self.holds, self.running,
+                     self.room, self.relocations):  # fmt: skip
             part.check_integrity()
         for namespace in self.book.namespaces.values():
             above_limit = namespace.tree_held_bytes > namespace.quota.limit_bytes

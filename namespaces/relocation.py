@@ -18,6 +18,7 @@ import msgspec
 from remora.namespaces.blocks import Block, BlockLedger
 from remora.namespaces.commands import RelocateItem
 from remora.namespaces.extents import Extent, GeometrySpace
+from remora.namespaces.holds import Holds
 from remora.namespaces.leases import Lease, LeaseBook
 from remora.namespaces.sequences import RunningTable, Sequence
 from remora.platform.base.errors import IntegrityError
@@ -56,10 +57,11 @@ class Relocation(msgspec.Struct, eq=False):
 class Relocations:
     """All blocks of a pool that are on the move. Uses and changes the ledger, extents and leases."""
 
-    def __init__(self, ledger: BlockLedger, leases: LeaseBook, running: RunningTable) -> None:
+    def __init__(self, ledger: BlockLedger, leases: LeaseBook, running: RunningTable, holds: Holds) -> None:
         self._ledger = ledger
         self._leases = leases
         self._running = running
+        self._holds = holds
         self.moves: list[Relocation] = []
         #: When blocks were last gathered for a request that lacked memory (namespaces/gathering.py).
         self.gathered_s = 0.0
@@ -68,6 +70,7 @@ class Relocations:
         """Where those of the blocks are used that can be moved: by tables of leases that switch, and nothing else."""
         found: dict[Block, list[Place]] = {block: [] for block in blocks}
         stuck = {move.block for move in self.moves}
+        stuck.update(blocks.intersection(self._holds.references()))
         for sequence in self._running.sequences.values():
             stuck.update(blocks.intersection(sequence.sources))
             switches = self._leases.leases[sequence.lease_id].attach.relocates
@@ -177,6 +180,12 @@ class Relocations:
     def overdue(self, now_s: float) -> set[LeaseId]:
         """Leases that were told too long ago."""
         return {lease_id for move in self.moves if move.started_s + DEADLINE_S <= now_s for lease_id in move.waiting}
+
+    def num_settled(self, blocks: list[Block]) -> int:
+        """How many of the first blocks stay where they are: one that was sealed on its move goes to its new place when
+        its lease has copied it."""
+        moving = {move.block for move in self.moves if move.place is not None}
+        return next((count for count, block in enumerate(blocks) if block in moving), len(blocks))
 
     def num_moving(self, space: GeometrySpace) -> int:
         return sum(move.extent.space is space for move in self.moves)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
 from remora.namespaces.blocks import Block, BlockLedger
 from remora.namespaces.commands import Admit, Refused, Seal
 from remora.namespaces.extents import GeometrySpace
+from remora.namespaces.holds import Holds
 from remora.namespaces.positions import Runs, num_tokens_of
 from remora.namespaces.prefix_index import Realm
 from remora.namespaces.quotas import Namespace
@@ -176,7 +178,8 @@ class Sequence:
 class RunningTable:
     """All running sequences of a pool in order of admission."""
 
-    def __init__(self) -> None:
+    def __init__(self, holds: Holds) -> None:
+        self._holds = holds
         self.sequences: dict[int, Sequence] = {}
         self.next_no = 1
         #: Sequences that were told to go and have not gone.
@@ -222,14 +225,14 @@ class RunningTable:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when references do not balance or a table names a foreign block."""
-        counted: dict[Block, int] = {}
+        counted = Counter(self._holds.references())
         copied = {block for sequence in self.sequences.values() for block in sequence.sources}
         claims: dict[Claim, int] = {"guaranteed": 0, "borrowed": 0}
         for sequence in self.sequences.values():
             if sequence.claim:
                 claims[sequence.claim] += 1
             for block in sequence.references():
-                counted[block] = counted.get(block, 0) + 1
+                counted[block] += 1
                 if block.extent.blocks.get(block.index) is not block or block.extent.space is not sequence.space:
                     raise IntegrityError(f"{sequence.admit.sequence_id} references block {block.index}, which is free")
                 if block.holding.namespace.domain != sequence.namespace.domain:

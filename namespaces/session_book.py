@@ -33,12 +33,12 @@ from remora.namespaces.session_commands import (
     TruncateSession,
     TurnStarted,
 )
+from remora.namespaces.session_forks import forked, moved
 from remora.namespaces.session_log import (
     EPOCHS_PER_TURN,
     Appended,
     Created,
-    Forked,
-    OwnerChanged,
+    ModelLog,
     Pinned,
     RangeRemoved,
     SessionEvent,
@@ -48,7 +48,6 @@ from remora.namespaces.session_log import (
     TurnBegun,
     apply,
     check_state,
-    cut_log,
 )
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import Epoch, NamespaceId, SessionId
@@ -150,13 +149,8 @@ class SessionBook:
                 if state.pinned != pinned:
                     state = self._apply(session_id, Pinned(at_s=now_s, pinned=pinned))
                 return _head(state)
-            case MoveSession(session_id=session_id, owner=owner):
-                state = self._find(session_id, now_s)
-                _require_idle(state)
-                if state.owner != owner:
-                    epochs = {"old_epoch": state.epoch, "epoch": Epoch(state.epoch + 1)}
-                    state = self._apply(session_id, OwnerChanged(at_s=now_s, owner=owner, **epochs))
-                return _head(state)
+            case MoveSession():
+                return self._move(command, now_s)
             case DeleteSession(session_id=session_id):
                 self._remove(self._find(session_id, now_s))
                 return Done()
@@ -207,29 +201,23 @@ class SessionBook:
             return _head(existing)
         num_tokens = parent.num_tokens if command.num_tokens is None else command.num_tokens
         self._check_position(parent, num_tokens)
-        self._make_room(parent.namespace_id, command.max_sessions, now_s, spare=parent.session_id)
-        created = Created(
-            at_s=now_s,
-            session_id=command.new_id,
-            model_id=parent.model_id,
-            namespace_id=parent.namespace_id,
-            tenant=parent.tenant,
-            ttl_s=parent.ttl_s,
-            priority=parent.priority,
-            durable=parent.durable,
-            epoch=self.epoch_floor,
-            call_id=command.call_id,
-            context=parent.context,
-        )
-        cut = cut_log(parent, num_tokens)
-        event = Forked(
-            at_s=now_s,
-            created=created,
-            parent_id=parent.session_id,
-            owner=parent.owner,
-            **cut,  # type: ignore[arg-type]
-        )
+        namespace_id = parent.namespace_id
+        if command.log is not None:
+            _require_version(parent, command.log)
+            namespace_id = command.log.namespace_id
+        self._make_room(namespace_id, command.max_sessions, now_s, spare=parent.session_id)
+        event = forked(parent, command, num_tokens, epoch=self.epoch_floor, at_s=now_s)
         return _head(self._apply(command.new_id, event))
+
+    def _move(self, command: MoveSession, now_s: float) -> SessionHead:
+        state = self._find(command.session_id, now_s)
+        _require_idle(state)
+        if command.log is not None:
+            _require_version(state, command.log)
+            if command.log.namespace_id != state.namespace_id:
+                self._make_room(command.log.namespace_id, command.max_sessions, now_s)
+        event = moved(state, command, at_s=now_s)
+        return _head(state if event is None else self._apply(command.session_id, event))
 
     def _truncate(self, command: TruncateSession, now_s: float) -> SessionHead:
         state = self._find(command.session_id, now_s)
@@ -387,6 +375,11 @@ def _require_idle(state: SessionState) -> None:
     if state.open_turn is not None:
         message = f"another request is writing session {state.session_id!r}; wait for it, or fork the session."
         raise _Refuse("Conflict", message, "session_id", busy=True)
+
+
+def _require_version(state: SessionState, log: ModelLog) -> None:
+    if log.version != state.version:
+        raise _Refuse("Conflict", f"session {state.session_id!r} has changed meanwhile; try again.", "session_id")
 
 
 def _head(state: SessionState, *, with_tokens: bool = False) -> SessionHead:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from remora.namespaces.edits import ContextOutcome, ContextPolicy
-from remora.namespaces.session_log import SessionState, TurnKind
+from remora.namespaces.session_log import ModelLog, SessionState, TurnKind
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
 
 
@@ -43,6 +43,9 @@ class ForkSession(_Command, frozen=True, kw_only=True, tag=True):
     call_id: str
     num_tokens: int | None = None
     max_sessions: int
+    #: For another model: the log that the new session starts with in place of those tokens, and where it is.
+    log: ModelLog | None = None
+    owner: ReplicaId | None = None
 
 
 class TruncateSession(_Command, frozen=True, kw_only=True, tag=True):
@@ -71,6 +74,9 @@ class MoveSession(_Command, frozen=True, kw_only=True, tag=True):
 
     session_id: SessionId
     owner: ReplicaId
+    #: To another model: the log there, and how many sessions its namespace may have.
+    log: ModelLog | None = None
+    max_sessions: int = 1
 
 
 class DeleteSession(_Command, frozen=True, kw_only=True, tag=True):

@@ -59,6 +59,20 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str = ""
 
 
+class ModelLog(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's log as another model reads it: what a move or a fork to that model brings along."""
+
+    #: Of the session that it was made from.
+    version: int
+    model_id: ModelId
+    namespace_id: NamespaceId
+    token_bytes: bytes
+    turns: tuple[Turn, ...]
+    #: None unless KV of the old model is KV of the new one.
+    edits: Edits = ()
+    pending: Pending = ()
+
+
 class OpenTurn(msgspec.Struct, frozen=True, kw_only=True):
     """The writer that has the session now."""
 
@@ -191,7 +205,27 @@ class OwnerChanged(_Event, frozen=True, kw_only=True, tag=True):
     owner: ReplicaId
 
 
-SessionEvent = Created | Forked | TurnBegun | TurnAborted | Appended | Truncated | RangeRemoved | Pinned | OwnerChanged
+class ModelChanged(_Event, frozen=True, kw_only=True, tag=True):
+    """The session goes on with another model: epochs as in OwnerChanged."""
+
+    old_epoch: Epoch
+    epoch: Epoch
+    owner: ReplicaId
+    log: ModelLog
+
+
+SessionEvent = (
+    Created
+    | Forked
+    | TurnBegun
+    | TurnAborted
+    | Appended
+    | Truncated
+    | RangeRemoved
+    | Pinned
+    | OwnerChanged
+    | ModelChanged
+)
 
 
 def apply(state: SessionState | None, event: SessionEvent) -> SessionState:
@@ -235,7 +269,7 @@ def _created(event: Created) -> SessionState:
 
 def _changes(
     state: SessionState,
-    event: TurnBegun | TurnAborted | Appended | Truncated | RangeRemoved | Pinned | OwnerChanged,
+    event: TurnBegun | TurnAborted | Appended | Truncated | RangeRemoved | Pinned | OwnerChanged | ModelChanged,
 ) -> dict[str, object]:
     turn = state.open_turn
     match event:
@@ -275,6 +309,11 @@ def _changes(
                 "owner": owner,
                 "open_turn": turn and msgspec.structs.replace(turn, epoch=epoch),
             }
+        case ModelChanged(old_epoch=old_epoch, epoch=epoch, owner=owner, log=log):
+            _require(turn is None and old_epoch == state.epoch < epoch and log.version == state.version, event)
+            fields = msgspec.structs.asdict(log)
+            del fields["version"]
+            return {**fields, "epoch": epoch, "owner": owner}
 
 
 def _appended(state: SessionState, event: Appended, rolled: tuple[tuple[int, int], ...]) -> dict[str, object]:

@@ -13,6 +13,8 @@ from remora.namespaces.blocks import Block
 from remora.namespaces.commands import Admit, AnyAnswer, AnyEvent, Attach, Attached, Quota, SetQuota
 from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.geometry import KVGeometry, KVPrecision
+from remora.namespaces.hold_commands import HeldBlocks
+from remora.namespaces.holds import HeldChain
 from remora.namespaces.leases import Lease
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
 from remora.namespaces.positions import Runs
@@ -23,7 +25,7 @@ from remora.namespaces.waiting import Blocked, Parked
 from remora.platform.base.errors import JournalError
 from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
 
-_MAGIC = b"remora-pool-snapshot-6\n"
+_MAGIC = b"remora-pool-snapshot-7\n"
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +127,7 @@ class _Pool(_Record, frozen=True, array_like=True):
     sessions: list[tuple[SessionId, Epoch]]
     session_tails: dict[SessionId, tuple[RealmKey, BlockHash]]
     relocations: list[_Relocation]
+    holds: list[HeldBlocks]
     gathered_s: float
     now_s: float
 
@@ -188,6 +191,11 @@ def _freeze(parts: PoolParts) -> _Pool:
         sessions=list(parts.sessions.highest.items()),
         session_tails=parts.sessions.tails,
         relocations=[_freeze_relocation(move) for move in parts.relocations.moves],
+        holds=[
+            HeldBlocks(hold_id=hold_id, until_s=held.until_s, space_order=held.space.order,
+                       blocks=tuple([block.index for block in held.blocks]))
+            for hold_id, held in parts.holds.chains.items()
+        ],
         gathered_s=parts.relocations.gathered_s,
         now_s=parts.now_s,
     )  # fmt: skip
@@ -309,6 +317,9 @@ def _thaw(pool: _Pool) -> PoolParts:
                 Place(user, moved.position) if user is not None else None,
             )
         )  # fmt: skip
+    for held in pool.holds:
+        chain = [blocks[held.space_order][index] for index in held.blocks]
+        parts.holds.chains[held.hold_id] = HeldChain(spaces[held.space_order], chain, held.until_s)
     parts.leases.ended = {lease_id: (call_no, answer) for lease_id, call_no, answer in pool.ended}
     parts.leases.generations = list(pool.generations)
     for order_no, admit, passed_bytes in pool.parked:

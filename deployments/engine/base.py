@@ -70,6 +70,8 @@ class EngineNamespace:
 
     #: Parent of a sequence's first block (namespaces/hashing.py: chain_root of fingerprint and sharing domain).
     root: BlockHash
+    #: Of its KV (namespaces/hashing.py: kv_fingerprint): what other pools are asked for.
+    fingerprint: bytes = b""
     #: Share of admissions under contention, relative to the other namespaces of the model.
     weight: float = 1.0
     #: The arena in the precision of its KV; None: in the model's. A request keeps what it began with.
@@ -153,6 +155,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     #: Prompt tokens that were computed; recomputed ones after a preemption included.
     num_prompt_tokens: int
     num_cached_tokens: int
+    #: Tokens whose blocks came from other pools; and blocks that came with a wrong checksum, and were computed.
+    num_copied_tokens: int
+    num_damaged_blocks: int
     num_output_tokens: int
     num_published_blocks: int
     #: Finish reason → choices.

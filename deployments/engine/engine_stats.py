@@ -21,6 +21,8 @@ class EngineCounters:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_copied_tokens = 0
+        self.num_damaged_blocks = 0
         self.num_output_tokens = 0
         self.num_finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.step_s = Histogram(_STEP_BOUNDS_S)
@@ -43,6 +45,8 @@ class EngineCounters:
             num_preemptions=self.num_preemptions,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
+            num_copied_tokens=self.num_copied_tokens,
+            num_damaged_blocks=self.num_damaged_blocks,
             num_output_tokens=self.num_output_tokens,
             num_published_blocks=num_published_blocks,
             num_finished=dict(self.num_finished),

@@ -30,6 +30,10 @@ class LiveRequest:
         #: Prompt tokens that the lead found in the cache. Set when it is admitted for the first time: from then on
         #: there is no deadline.
         self.num_cached_tokens: int | None = None
+        #: Tokens whose blocks the lead got from another pool.
+        self.num_copied_tokens = 0
+        #: Another pool was asked for blocks: it is asked once.
+        self.has_asked_source = False
 
     @property
     def has_started(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from remora.cache_actors.port import KVSource
 from remora.namespaces.edits import ContextOutcome, ContextPlan
 from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, ReplicaId, RequestId, RouterId, SessionId
 
@@ -66,6 +67,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: tuple[tuple[int, ...], ...] = ()
     #: Of a session whose tokens are not, or will not be, all that was said; only with one choice.
     context: ContextPlan | None = None
+    #: Another pool that may have blocks of it: they are copied instead of computed.
+    kv_source: KVSource | None = None
     #: W3C trace context headers.
     trace_context: dict[str, str] = {}
 
@@ -92,6 +95,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     #: Prompt tokens found in the cache; in the first delta of choice 0 (others repeat it), never over prompt tokens.
     num_cached_tokens: int | None = None
+    #: Tokens whose KV was copied from another pool, output of earlier attempts included; with num_cached_tokens.
+    num_copied_tokens: int = 0
     #: For finish_reason "error": class name in platform/base/errors.py and sentence.
     error: str | None = None
     error_message: str | None = None

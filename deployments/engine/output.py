@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from remora.deployments.engine.base import Detokenizer
 from remora.deployments.engine.messages import (
@@ -11,12 +11,14 @@ from remora.deployments.engine.messages import (
     GenerationRequest,
     SamplingParams,
     TokenDelta,
-    TokenLogprob,
 )
 from remora.deployments.engine.stop import StopText
-from remora.namespaces.edits import ContextOutcome
 from remora.platform.base.errors import RemoraError, error_class
 from remora.platform.base.ids import RouterId
+
+if TYPE_CHECKING:
+    from remora.deployments.engine.sampler import Sampled
+    from remora.deployments.engine.sequence import Sequence
 
 
 class Step(NamedTuple):
@@ -93,31 +95,28 @@ class Outbox:
 
 
 def token_delta(
-    request: GenerationRequest,
-    choice_index: int,
-    first_token_index: int,
+    sequence: Sequence,
     token_ids: tuple[int, ...],
     text: str,
-    *,
-    logprobs: tuple[tuple[TokenLogprob, ...], ...] = (),
+    sampled: Sampled | None = None,
     finish_reason: FinishReason | None = None,
     stop_reason: str | int | None = None,
-    num_cached_tokens: int | None = None,
-    context: ContextOutcome | None = None,
 ) -> TokenDelta:
-    """What a choice produced; `logprobs` has an entry for each token or none at all."""
+    """What a choice produced, behind what it has sent."""
+    live = sequence.live
     return TokenDelta(
-        request_id=request.request_id,
-        choice_index=choice_index,
-        epoch=request.epoch,
-        first_token_index=first_token_index,
+        request_id=live.request.request_id,
+        choice_index=sequence.choice_index,
+        epoch=live.request.epoch,
+        first_token_index=sequence.num_sent_tokens,
         token_ids=token_ids,
         text=text,
-        logprobs=logprobs,
+        logprobs=(sampled.logprobs,) if sampled is not None and sampled.logprobs else (),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
-        num_cached_tokens=num_cached_tokens,
-        context=context,
+        num_cached_tokens=None if sequence.has_sent else live.num_cached_tokens,
+        num_copied_tokens=0 if sequence.has_sent else live.num_copied_tokens,
+        context=sequence.window.outcome() if finish_reason is not None else None,
     )
 
 

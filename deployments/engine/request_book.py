@@ -8,10 +8,11 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from remora.cache_actors.port import PoolPort
+from remora.cache_actors.port import BlockLoader, PoolPort
 from remora.deployments.engine.base import EngineConfig, EngineModel, FindNamespace
 from remora.deployments.engine.engine_stats import EngineCounters
 from remora.deployments.engine.grammar import GrammarMatcher, GrammarWorker
+from remora.deployments.engine.kv_loads import KVLoads
 from remora.deployments.engine.live_request import LiveRequest, make_sequences
 from remora.deployments.engine.messages import FinishReason, GenerationRequest
 from remora.deployments.engine.output import Outbox, Step, error_delta, token_delta
@@ -46,13 +47,13 @@ class RequestBook:
         grammar_worker: GrammarWorker,
         config: EngineConfig,
         *,
-        memory: KVMemory,
         find_namespace: FindNamespace,
+        loader: BlockLoader | None,
+        memory: KVMemory,
         post: Callable[[Callable[[], None]], None],
         fence: Callable[[str], None],
     ) -> None:
-        """`memory`: the arena in the model's precision; `post` runs a function in the engine's thread before its next
-        step; `fence` stops the engine for good."""
+        """`memory`: the arena in its own precision; `post` runs a function before the next step; `fence` ends it."""
         self._model = model
         self._scheduler = scheduler
         self._grammar_worker = grammar_worker
@@ -63,6 +64,7 @@ class RequestBook:
         self._fence = fence
         self.link = PoolLink(pool, self, config, copy_block=lambda each, *places: self._mover(each).copy_block(*places))
         self.counters = EngineCounters()
+        self._loads = KVLoads(loader, self.counters, post=post, on_loaded=self.on_loaded)
         self.outbox = Outbox()
         self.live: dict[RequestId, LiveRequest] = {}
         #: Requests whose further choices wait for the first one's prompt.
@@ -186,11 +188,9 @@ class RequestBook:
 
     def on_admitted(self, sequence: Sequence, admitted: Admitted) -> None:
         num_found = admitted.num_cached_blocks * self._block_tokens
-        if num_found < sequence.window.kept_end:
-            # KV that depends on tokens that are gone is lost. What is computed instead has another name: look it up.
-            sequence.window.forget(num_found)
-            sequence.forget_hashes(num_found)
-            self._take_back(sequence)
+        is_loading = self._loads.wants(sequence, admitted.num_cached_blocks)
+        if num_found < sequence.window.kept_end and not is_loading:
+            self._lose_kept(sequence, num_found)
             return
         self._scheduler.set_running(sequence)
         try:
@@ -205,6 +205,19 @@ class RequestBook:
         self.counters.num_cached_tokens += num_cached
         self._scheduler.hints.add(sequence.hashes[: admitted.num_cached_blocks])
         sequence.spans.admitted(sequence, admitted)
+        if is_loading:
+            self._loads.begin(sequence)
+
+    def on_loaded(self, sequence: Sequence) -> None:
+        """Everything that another pool had is here; the rest is computed."""
+        if sequence.num_computed_tokens < sequence.window.kept_end:
+            self._lose_kept(sequence, sequence.num_computed_tokens)
+
+    def _lose_kept(self, sequence: Sequence, num_found: int) -> None:
+        """KV that depends on tokens that are gone is lost. What is computed instead has another name: look it up."""
+        sequence.window.forget(num_found)
+        sequence.forget_hashes(num_found)
+        self._take_back(sequence)
 
     def on_parked(self, sequence: Sequence) -> None:
         """One of a namespace waits at the pool, for its line; the others wait here, where priorities count and no
@@ -313,22 +326,10 @@ class RequestBook:
         finish_reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
     ) -> None:
-        live = sequence.live
-        delta = token_delta(
-            live.request,
-            sequence.choice_index,
-            sequence.num_sent_tokens,
-            token_ids,
-            text,
-            logprobs=(sampled.logprobs,) if sampled is not None and sampled.logprobs else (),
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=None if sequence.has_sent else live.num_cached_tokens,
-            context=sequence.window.outcome() if finish_reason is not None else None,
-        )
+        delta = token_delta(sequence, token_ids, text, sampled, finish_reason, stop_reason)
         sequence.has_sent = True
         sequence.num_sent_tokens += len(token_ids)
-        self.outbox.add(live.request.router_id, delta)
+        self.outbox.add(sequence.live.request.router_id, delta)
 
     # ---- end
 

@@ -106,6 +106,8 @@ class Sequence:
         self.is_extend_pending = False
         #: The pool was asked to take tokens out of its blocks.
         self.is_edit_pending = False
+        #: Blocks are on their way from another pool: nothing is computed before their end.
+        self.is_load_pending = False
         #: Changes when blocks leave the table within a run.
         self.table_no = 0
         #: Not before this time is the pool asked for more, after it refused.
@@ -159,12 +161,14 @@ class Sequence:
     @property
     def num_computable_tokens(self) -> int:
         """Tokens that can be computed now, room aside."""
-        return 0 if self.is_edit_pending else self.horizon - self.num_computed_tokens
+        return 0 if self.is_edit_pending or self.is_load_pending else self.horizon - self.num_computed_tokens
 
     @property
     def due_removal(self) -> Removal | None:
         """What must leave the context before anything more is computed."""
-        if self.window.next_at != self.num_computed_tokens or self.is_edit_pending or not self.num_pending_tokens:
+        if self.window.next_at != self.num_computed_tokens or not self.num_pending_tokens:
+            return None
+        if self.is_edit_pending or self.is_load_pending:
             return None
         return self.window.next_removal
 
@@ -299,7 +303,7 @@ class Sequence:
         """Forgets the blocks; the log stays."""
         self.sequence_id = None
         self.num_blocks = self.num_computed_tokens = self.num_published_blocks = 0
-        self.is_extend_pending = self.is_edit_pending = False
+        self.is_extend_pending = self.is_edit_pending = self.is_load_pending = False
         self.extend_after_s = 0.0
 
     def take_seals(self) -> list[Seal]:

@@ -14,6 +14,8 @@ ReplicaId = NewType("ReplicaId", str)
 RouterId = NewType("RouterId", str)
 LeaseId = NewType("LeaseId", str)
 PoolId = NewType("PoolId", str)
+#: One reader of a pool's blocks (namespaces/holds.py). Never reused.
+HoldId = NewType("HoldId", str)
 GeometryId = NewType("GeometryId", str)
 #: 16 bytes of a keyed chain hash; equal hashes mean equal content (see namespaces/hashing.py).
 BlockHash = NewType("BlockHash", bytes)

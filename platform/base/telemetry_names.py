@@ -15,6 +15,7 @@ QUOTA_BORROW = "quota.borrow"
 QUOTA_REVOKE = "quota.revoke"
 ENGINE_PREFILL = "engine.prefill"
 ENGINE_DECODE = "engine.decode"
+TIER_LOAD = "tier.load"
 MIGRATE_PRECOPY = "migrate.precopy"
 MIGRATE_FREEZE = "migrate.freeze"
 MIGRATE_COMMIT = "migrate.commit"
@@ -80,9 +81,20 @@ REMORA_ROUTE_ATTEMPT = "remora.route.attempt"
 #: Leading blocks of the prompt that the router believed to be cached where it sent it.
 REMORA_ROUTE_OVERLAP_BLOCKS = "remora.route.overlap_blocks"
 REMORA_MIGRATE_SOURCE = "remora.migrate.source"
-#: How the tokens before a move got to the target: "shared" or "recomputed".
+#: How the tokens before a move are to get to the target: "shared" in the pool, or "copied" from another.
 REMORA_MIGRATE_TRANSFER = "remora.migrate.transfer"
+#: How many of them did, and how many were computed there.
+REMORA_MIGRATE_SHARED_TOKENS = "remora.migrate.shared_tokens"
+REMORA_MIGRATE_COPIED_TOKENS = "remora.migrate.copied_tokens"
+REMORA_MIGRATE_RECOMPUTED_TOKENS = "remora.migrate.recomputed_tokens"
 REMORA_MIGRATE_PAUSE = "remora.migrate.pause_s"
+#: Of blocks that came from another pool: which one, how much, "mapped", "streamed" or "none", and why not all came.
+REMORA_LOAD_SOURCE = "remora.load.source"
+REMORA_LOAD_TOKENS = "remora.load.tokens"
+REMORA_LOAD_BLOCKS = "remora.load.blocks"
+REMORA_LOAD_BYTES = "remora.load.bytes"
+REMORA_LOAD_PATH = "remora.load.path"
+REMORA_LOAD_PROBLEM = "remora.load.problem"
 #: "admitted" or "over_quota".
 REMORA_ADMIT_ANSWER = "remora.admit.answer"
 REMORA_ADMIT_CACHED_TOKENS = "remora.admit.cached_tokens"

@@ -69,10 +69,11 @@ def show(session_id: str, as_json: bool, url: str | None) -> None:
 @click.argument("session_id")
 @click.option("--id", "new_id", help="Name of the new session.")
 @click.option("--num-tokens", type=click.IntRange(min=0), help="How much of the log it has; default: all.")
+@click.option("--model", help="Another model for it; default: the other session's.")
 @url_option
-def fork(session_id: str, new_id: str | None, num_tokens: int | None, url: str | None) -> None:
+def fork(session_id: str, new_id: str | None, num_tokens: int | None, model: str | None, url: str | None) -> None:
     """A new session that starts with another's log; prints its id."""
-    body = {"id": new_id, "num_tokens": num_tokens}
+    body: dict[str, Any] = {"id": new_id, "num_tokens": num_tokens, **({"model": model} if model else {})}
     with make_client(url) as client:
         made = send_json(client, "POST", f"/v1/sessions/{session_id}/fork", body)
     click.echo(made["id"])
@@ -82,13 +83,17 @@ def fork(session_id: str, new_id: str | None, num_tokens: int | None, url: str |
 @click.argument("session_id")
 @click.option("--replica", help="Where to: a replica (`remora status` lists them),")
 @click.option("--pool", help="or the least loaded replica of a pool,")
-@click.option("--node", help="or of a node.")
+@click.option("--node", help="or of a node;")
+@click.option("--model", help="or another model, between two turns.")
 @url_option
-def move(session_id: str, replica: str | None, pool: str | None, node: str | None, url: str | None) -> None:
-    """Moves a session to another replica; what is being generated goes on there."""
-    wanted = {name: value for name, value in (("replica", replica), ("pool", pool), ("node", node)) if value}
+def move(
+    session_id: str, replica: str | None, pool: str | None, node: str | None, model: str | None, url: str | None
+) -> None:
+    """Moves a session to another replica, where what is being generated goes on, or to another model."""
+    places = (("replica", replica), ("pool", pool), ("node", node), ("model", model))
+    wanted = {name: value for name, value in places if value}
     if len(wanted) != 1:
-        raise click.UsageError("give one of --replica, --pool and --node")
+        raise click.UsageError("give one of --replica, --pool, --node and --model")
     with make_client(url) as client:
         made = send_json(client, "POST", f"/v1/sessions/{session_id}/migrate", {"to": wanted})
     how = ", ".join(f"{count} tokens {name}" for name, count in made["tokens"].items() if count)

@@ -20,6 +20,8 @@ from remora.platform.http.errors import invalid_request
 from remora.platform.http.session_requests import SessionName
 
 MAX_BRANCHES: Final = 32
+#: Where a single new session goes on, if not with its parent's model.
+_OF_A_MODEL: Final = ("model", "namespace")
 #: What only the whole call can say.
 _OF_THE_CALL: Final = ("stream", "stream_options", "num_tokens", "id", "branches")
 
@@ -36,7 +38,7 @@ class BranchFields(BaseModel):
 
 
 class ForkBody(BaseModel):
-    """POST /v1/sessions/{id}/fork. Without `branches` only `id` and `num_tokens`."""
+    """POST /v1/sessions/{id}/fork. Without `branches` only `id`, `num_tokens`, and `model` with `namespace`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -51,12 +53,27 @@ class ForkBody(BaseModel):
     @model_validator(mode="after")
     def _together(self) -> ForkBody:
         if self.branches is None:
-            others = [*(self.model_extra or {}), *(self.model_fields_set & {"keep"})]
+            extra = self.model_extra or {}
+            others = [*(name for name in extra if name not in _OF_A_MODEL), *(self.model_fields_set & {"keep"})]
             if others:
                 raise InvalidRequest(f"{others[0]}: is only allowed with branches.", field=others[0])
+            for name, value in extra.items():
+                if not (isinstance(value, str) and value):
+                    raise InvalidRequest(f"{name}: {value!r} is not allowed; must be a name.", field=name)
+            if "namespace" in extra and "model" not in extra:
+                raise InvalidRequest("namespace: is only allowed with a model.", field="namespace")
         elif self.id is not None:
             raise InvalidRequest("id: is not allowed with branches; a branch has a session_id.", field="id")
         return self
+
+    @property
+    def other_model(self) -> str | None:
+        """Of the one new session, if it is to go on with another model; and its namespace there."""
+        return None if self.branches is not None else (self.model_extra or {}).get("model")
+
+    @property
+    def other_namespace(self) -> str | None:
+        return (self.model_extra or {}).get("namespace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

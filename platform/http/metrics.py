@@ -37,6 +37,8 @@ _ENGINE_COUNTERS = {
     "num_preemptions": ("remora_engine_preemptions", "Sequences that gave their blocks back to go on later."),
     "num_prompt_tokens": ("remora_engine_prompt_tokens", "Prompt tokens computed."),
     "num_cached_tokens": ("remora_engine_cached_tokens", "Prompt tokens found in the cache."),
+    "num_copied_tokens": ("remora_engine_copied_tokens", "Tokens whose blocks came from another pool."),
+    "num_damaged_blocks": ("remora_engine_damaged_blocks", "Blocks that came with a wrong checksum; computed instead."),
     "num_output_tokens": ("remora_engine_output_tokens", "Tokens generated."),
     "num_published_blocks": ("remora_engine_published_blocks", "Blocks sealed and published."),
 }

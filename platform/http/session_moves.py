@@ -10,33 +10,41 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from remora.cache_actors.session_client import ask
-from remora.deployments.moves import Moved, Transfer, precopy_job
+from remora.deployments.moves import Moved, precopy_job
 from remora.deployments.router import RouterCore
 from remora.deployments.session_context import SessionContext
+from remora.deployments.token_counts import TokenCounts
 from remora.namespaces.session_commands import MoveSession, SessionHead, ShowSession
 from remora.namespaces.session_log import SessionState, unpack_tokens
 from remora.platform.base.errors import Conflict, InvalidRequest, NotFound
 from remora.platform.base.ids import ModelId, ReplicaId, RequestId, SessionId
 from remora.platform.http.body import read_model
+from remora.platform.http.caller import caller_of
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services
+from remora.platform.http.session_models import move_to_model, transfer_document
 from remora.platform.http.session_requests import EmptyBody
 
 
 class Destination(BaseModel):
-    """One of the three. A pool or node stands for the least loaded replica of the model there."""
+    """One of the first four. A pool or node stands for the least loaded replica of the model there."""
 
     model_config = ConfigDict(extra="forbid")
 
     replica: Annotated[str, Field(min_length=1)] | None = None
     pool: Annotated[str, Field(min_length=1)] | None = None
     node: Annotated[str, Field(min_length=1)] | None = None
+    model: Annotated[str, Field(min_length=1)] | None = None
+    #: Of that model; its default if left out.
+    namespace: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Destination:
-        if sum(each is not None for each in (self.replica, self.pool, self.node)) != 1:
-            raise ValueError("give one of replica, pool and node")
+        if sum(each is not None for each in (self.replica, self.pool, self.node, self.model)) != 1:
+            raise ValueError("give one of replica, pool, node and model")
+        if self.namespace is not None and self.model is None:
+            raise ValueError("a namespace can only be given with a model")
         return self
 
 
@@ -55,10 +63,14 @@ def move_routes(services: Services) -> APIRouter:
 
     @router.post("/v1/sessions/{session_id}/migrate", openapi_extra=json_body(MigrateBody))
     async def migrate_session(request: Request, session_id: str) -> Response:
-        """Moves a session to another replica of its model; what is being generated goes on there."""
+        """Moves a session to another replica of its model, and what is being generated goes on there; or to another
+        model, between two turns."""
         body = await read_model(request, MigrateBody, max_bytes)
         command = ShowSession(session_id=SessionId(session_id), with_tokens=True)
         state = (await ask(port, command, SessionHead)).state
+        if body.to.model is not None:
+            to_model = await move_to_model(services, caller_of(request), state, body.to.model, body.to.namespace)
+            return _answer(session_id, False, to_model)
         target = find_target(core, core.catalog.find_model(state.model_id), body.to)
         if state.open_turn is None:
             return _answer(session_id, False, await _move_idle(services, state, target))
@@ -106,40 +118,35 @@ def find_target(core: RouterCore, model_id: ModelId, to: Destination) -> Replica
 
 
 async def _move_idle(services: Services, state: SessionState, target: ReplicaId) -> Moved:
-    """The next turn goes to the target; a pool that lacks the session's blocks computes them now."""
+    """The next turn goes to the target; a pool that lacks the session's blocks gets them now."""
     core, started_s = services.core, time.monotonic()
     token_ids = unpack_tokens(state.token_bytes)
-    transfer: Transfer = "shared"
+    tokens = TokenCounts(shared=len(token_ids))
     if core.moves.pool_of(state.owner) != core.moves.pool_of(target) and token_ids:
-        transfer = "recomputed"
         request_id = RequestId(f"move-{uuid.uuid4().hex}")
         context = SessionContext(await core.card(state.model_id), state)
         log = context.engine_tokens(tuple(token_ids))
-        job = precopy_job(request_id, state.model_id, state.namespace_id, log, target, context=context.plan)
-        await core.moves.precopy(job)
+        job = precopy_job(
+            request_id, state.model_id, state.namespace_id, log, target, owner=state.owner, context=context.plan
+        )
+        tokens = await core.moves.precopy(job)
     await ask(services.turns.port, MoveSession(session_id=state.session_id, owner=target), SessionHead)
     return Moved(
         source=state.owner,
         replica=target,
-        transfer=transfer,
-        num_tokens=len(token_ids),
+        tokens=tokens,
         pause_s=0.0,
         took_s=time.monotonic() - started_s,
     )
 
 
 def _answer(session_id: str, running: bool, moved: Moved) -> Response:
-    tokens = dict.fromkeys(("shared", "copied", "converted", "recomputed"), 0)
-    tokens[moved.transfer] = moved.num_tokens
     return MsgspecJSONResponse(
         {
             "id": session_id,
             "object": "session.move",
-            "from": moved.source,
-            "to": moved.replica,
             "running": running,
-            "tokens": tokens,
+            **transfer_document(moved),
             "pause_s": round(moved.pause_s, 6),
-            "took_s": round(moved.took_s, 6),
         }
     )

@@ -36,6 +36,7 @@ from remora.platform.http.generation import NAMESPACE_HEADER
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services
+from remora.platform.http.session_models import fork_to_model, new_session_id, transfer_document
 from remora.platform.http.session_requests import (
     CreateBody,
     EmptyBody,
@@ -69,7 +70,7 @@ def session_routes(services: Services) -> APIRouter:
         namespace = catalog.namespaces[caller.find_namespace(catalog, model_id, name)]
         return await head(
             CreateSession(
-                session_id=SessionId(body.id or _new_id()),
+                session_id=SessionId(body.id or new_session_id()),
                 model_id=model_id,
                 namespace_id=NamespaceId(namespace.name),
                 call_id=uuid.uuid4().hex,
@@ -132,12 +133,15 @@ def session_routes(services: Services) -> APIRouter:
         body = await read_model(request, ForkBody, max_bytes)
         if body.branches is not None:
             return await fork_branches(services, request, SessionId(session_id), body)
+        if body.other_model is not None:
+            made, moved = await fork_to_model(services, caller_of(request), SessionId(session_id), body)
+            return MsgspecJSONResponse({**_document(made), "transfer": transfer_document(moved)})
         parent = (await show(session_id)).state
         namespace_id = catalog.find_namespace(catalog.find_model(parent.model_id), parent.namespace_id)
         return await head(
             ForkSession(
                 session_id=SessionId(session_id),
-                new_id=SessionId(body.id or _new_id()),
+                new_id=SessionId(body.id or new_session_id()),
                 call_id=uuid.uuid4().hex,
                 num_tokens=body.num_tokens,
                 max_sessions=catalog.namespaces[namespace_id].max_sessions,
@@ -192,10 +196,6 @@ async def _blocks(services: Services, state: SessionState) -> dict[str, Any] | N
     hashes = chain_hashes(root, token_ids, card.block_tokens, chain_edits(state.edits))
     found = await services.pools.find_blocks(state.namespace_id, fingerprint, hashes)
     return {"full": len(hashes), "block_tokens": card.block_tokens, "device": found}
-
-
-def _new_id() -> str:
-    return f"sess-{uuid.uuid4().hex}"
 
 
 def _document(head: SessionHead) -> dict[str, Any]:

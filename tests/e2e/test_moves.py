@@ -105,3 +105,19 @@ def _is_empty(platform: Any, replica_id: str) -> bool:
 
 def _num_requests(platform: Any, replica_id: str) -> int:
     return int(_stats(platform, replica_id)["num_requests"])
+
+
+def test_a_session_goes_on_with_another_model_and_back(platform: Any) -> None:
+    session = platform.http.post("/v1/sessions", json={"model": "smollm2"}).json()["id"]
+    try:
+        platform.chat(LONG, session_id=session, max_tokens=8)
+        log = platform.get(f"/v1/sessions/{session}?include_tokens=true")["token_ids"]
+        moved = platform.http.post(f"/v1/sessions/{session}/migrate", json={"to": {"model": "smollm2-int8"}}).json()
+        assert moved["tokens"]["recomputed"] == len(log), "other weights, other KV"
+        answer = platform.chat("And then?", model="smollm2-int8", session_id=session, max_tokens=8).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(log) // 32 * 32, "computed ahead"
+        back = platform.http.post(f"/v1/sessions/{session}/migrate", json={"to": {"model": "smollm2"}}).json()
+        assert back["tokens"]["shared"] >= (len(log) - 1) // 32 * 32, "what it had computed is there still"
+        assert platform.get(f"/v1/sessions/{session}")["num_turns"] == 2
+    finally:
+        platform.http.delete(f"/v1/sessions/{session}")

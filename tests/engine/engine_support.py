@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from remora.cache_actors.local_pool import Delivery, LocalPool
-from remora.cache_actors.port import OpenGate
+from remora.cache_actors.port import BlockLoader, KVSource, OpenGate
 from remora.deployments.engine.base import EngineConfig, EngineNamespace
 from remora.deployments.engine.engine import Engine
 from remora.deployments.engine.messages import GenerationRequest, Grammar, SamplingParams, TokenDelta
@@ -137,6 +137,7 @@ class Output:
     error_message: str | None = None
     retry_after_s: float | None = None
     num_cached_tokens: int | None = None
+    num_copied_tokens: int = 0
     context: ContextOutcome | None = None
 
 
@@ -156,6 +157,7 @@ class Harness:
         delivery: Delivery = "inline",
         seed: int = 0,
         clock: Clock | None = None,
+        loader: BlockLoader | None = None,
         pool: LocalPool | None = None,
         **config: Any,
     ) -> None:
@@ -191,6 +193,7 @@ class Harness:
             find_namespace=self._find_namespace,
             config=EngineConfig(**{"debug": True, "publish_interval_s": 0.0, "extend_retry_s": 0.0, **config}),
             on_fenced=self.fenced.append,
+            loader=loader,
         )
 
     def root(self, namespace: str) -> Any:
@@ -214,6 +217,7 @@ class Harness:
             raise NotFound(f"no namespace {namespace_id}")
         return EngineNamespace(
             root=self.root(namespace_id),
+            fingerprint=self.fingerprint(namespace_id),
             weight=self.weights.get(namespace_id, 1.0),
             memory=self._memory(namespace_id),
         )
@@ -236,6 +240,7 @@ class Harness:
             if delta.num_cached_tokens is not None:
                 assert output.num_cached_tokens is None, "cached tokens are reported once"
                 output.num_cached_tokens = delta.num_cached_tokens
+                output.num_copied_tokens = delta.num_copied_tokens
 
     # ---- a client
 
@@ -251,6 +256,7 @@ class Harness:
         timeout_s: float = 60.0,
         given: tuple[tuple[int, ...], ...] = (),
         context: ContextPlan | None = None,
+        source: KVSource | None = None,
         **sampling: Any,
     ) -> GenerationRequest:
         token_ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
@@ -268,6 +274,7 @@ class Harness:
             queue_timeout_s=timeout_s,
             output_token_ids=given,
             context=context,
+            kv_source=source,
         )
 
     def hashes(self, namespace: str, token_ids: list[int]) -> tuple[BlockHash, ...]:

@@ -58,6 +58,20 @@ def test_two_mappings_see_each_others_bytes_and_words(tmp_path: Path) -> None:
     assert other.data[1000:1010].tolist() == [7, 7, 7, 7, 0, 0, 0, 7, 7, 7]
 
 
+def test_a_reader_sees_bytes_and_words_and_can_change_neither(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path / "a.arena", identity())
+    reader = Arena.open(arena.path, writable=False)
+    arena.data[70:74] = 9
+    assert reader.data[70:74].tolist() == [9] * 4
+    assert reader.header.incarnation == arena.header.incarnation
+    with pytest.raises(ValueError, match="read-only"):
+        reader.data[0] = 1
+    with pytest.raises(TypeError):
+        reader.header.incarnation = 1
+    reader.close()
+    arena.close()
+
+
 def test_words_do_not_touch_each_other_or_the_identity(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path / "a.arena", identity())
     for slot in range(MAX_LEASES):

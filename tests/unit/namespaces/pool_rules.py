@@ -1,11 +1,11 @@
-"""Rules of the pool machine that need no other: repeated, reordered and late calls, and blocks on the move."""
+"""Rules of the pool machine that need no other: repeated, reordered and late calls, blocks on the move, readers."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
-from pool_driver import BLOCK_BYTES
-from pool_world import SPECS, PoolWorld
+from hypothesis.stateful import invariant, precondition, rule
+from pool_driver import BLOCK_BYTES, BLOCK_TOKENS
+from pool_world import FINGERPRINTS, SPECS, PoolWorld, units
 
 from remora.namespaces.commands import (
     Compact,
@@ -21,7 +21,9 @@ from remora.namespaces.commands import (
     Trim,
     Trimmed,
 )
-from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
+from remora.namespaces.hashing import chain_hashes
+from remora.namespaces.hold_commands import Held, Hold, Unheld, Unhold
+from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId
 
 CRASH = st.sampled_from(["", "", "", "", "", "", "whole", "torn"])
 PICK = st.integers(0, 1000)
@@ -81,3 +83,44 @@ class PoolRules(PoolWorld):
         client = able[pick % len(able)]
         self.switch(client)
         assert isinstance(self.call(client, Relocated, crash, event_no=client.relocated_no), Done)
+
+    @rule(
+        name=st.sampled_from(sorted(SPECS)), family=st.integers(0, 3), branch=st.integers(0, 2),
+        length=st.integers(1, 90), seconds=st.floats(0, 40), crash=CRASH,
+    )  # fmt: skip
+    def hold(self, name: str, family: int, branch: int, length: int, seconds: float, crash: str) -> None:
+        """A reader outside the pool holds what is cached of a prompt (the prompts of `admit`)."""
+        self.next_id += 1
+        geometry = self.specs[name].geometry
+        fingerprint, size = FINGERPRINTS[geometry.geometry_id], geometry.block_bytes
+        hashes = chain_hashes(self.root(name), self.tokens_of(family, branch, length), BLOCK_TOKENS)
+        command = Hold(
+            lease_id=LeaseId(""), hold_id=HoldId(f"h{self.next_id}"), namespace_id=NamespaceId(name),
+            fingerprint=fingerprint, hashes=tuple(hashes), hold_s=seconds,
+        )  # fmt: skip
+        answer = self.apply(command, crash)
+        assert isinstance(answer, Held)
+        found = self.state.find_blocks(NamespaceId(name), fingerprint, hashes)
+        assert len(answer.blocks) <= found
+        for position, block in enumerate(answer.blocks):
+            for part, unit in enumerate(units(block, size)):
+                assert self.shadow[unit] == (self.specs[name].domain(name), (hashes[position], part))
+        if answer.blocks:
+            assert self.now_s <= answer.until_s <= self.now_s + 30
+            content = {unit: self.shadow[unit] for block in answer.blocks for unit in units(block, size)}
+            self.held[command.hold_id] = (answer.until_s, content)
+
+    @rule(pick=PICK, crash=CRASH)
+    @precondition(lambda self: self.held)
+    def unhold(self, pick: int, crash: str) -> None:
+        hold_id = sorted(self.held)[pick % len(self.held)]
+        until_s, _ = self.held.pop(hold_id)
+        answer = self.apply(Unhold(lease_id=LeaseId(""), hold_ids=(hold_id,)), crash)
+        assert isinstance(answer, Unheld)
+        assert answer.num_ended or until_s <= self.now_s
+
+    @invariant()
+    def what_readers_hold_is_still_there(self) -> None:
+        for until_s, content in self.held.values():
+            if until_s > self.now_s:
+                assert {unit: self.shadow[unit] for unit in content} == content

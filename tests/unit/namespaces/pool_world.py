@@ -27,11 +27,13 @@ from remora.namespaces.commands import (
     Released,
     Relocate,
     SetQuota,
+    Tick,
     Wait,
 )
 from remora.namespaces.effects import CopyBlocks, Effect, ZeroBlocks
 from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hashing import chain_root, kv_fingerprint, next_hash, sharing_domain
+from remora.namespaces.hold_commands import MAX_HOLD_S
 from remora.namespaces.journal import encode_record, read_journal
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.sequence_commands import Edited, NoRoom, SequenceCopy, SequenceRemove, SequenceShift
@@ -133,6 +135,8 @@ class PoolWorld(CountedMachine):
         self.prompts: dict[str, list[int]] = {}
         self.epochs: dict[str, int] = {}
         self.next_id = 0
+        #: Of readers: until when they hold, and what they found where.
+        self.held: dict[str, tuple[float, dict[int, object]]] = {}
         #: Whose operation on which sequence the next command is, and which it makes: events are heard after it.
         self.editing: tuple[Client, Running, Running] | None = None
         self.specs = {name: Spec(**vars(spec)) for name, spec in SPECS.items()}
@@ -267,6 +271,12 @@ class PoolWorld(CountedMachine):
     def units_of(self, running: Running, block: int) -> range:
         return units(block, self.specs[running.admit.namespace_id].geometry.block_bytes)
 
+    @staticmethod
+    def tokens_of(family: int, branch: int, length: int) -> list[int]:
+        """A prompt; those of a family begin alike."""
+        tokens = [family * 1000 + i for i in range(length // 2)]
+        return tokens + [family * 1000 + branch * 100 + i for i in range(length - length // 2)]
+
     def root(self, namespace: str) -> BlockHash:
         spec = self.specs[namespace]
         return chain_root(FINGERPRINTS[spec.geometry.geometry_id], spec.domain(namespace))
@@ -367,6 +377,8 @@ class PoolWorld(CountedMachine):
         for client in list(self.clients):
             self.apply(LeaseLost(lease_id=self.clients.pop(0).lease_id))
             del client
+        self.now_s += MAX_HOLD_S
+        self.apply(Tick(lease_id=LeaseId("")))
         report = self.state.describe()
         assert (report.used_bytes, report.num_referenced_blocks, report.reserved_bytes) == (0, 0, 0)
         assert all(namespace.num_waiting == 0 for namespace in report.namespaces)

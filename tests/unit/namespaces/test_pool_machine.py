@@ -37,12 +37,13 @@ from remora.namespaces.commands import (
 )
 from remora.namespaces.eviction import POLICY_NAMES
 from remora.namespaces.hashing import chain_hashes
+from remora.namespaces.hold_commands import Unhold
 from remora.namespaces.pool import PoolState
 from remora.namespaces.sequence_commands import (
     Settle,
     Settled,
 )
-from remora.platform.base.ids import Epoch, LeaseId, NamespaceId, SessionId
+from remora.platform.base.ids import Epoch, HoldId, LeaseId, NamespaceId, SessionId
 
 
 class PoolMachine(PoolRules):
@@ -100,8 +101,7 @@ class PoolMachine(PoolRules):
         client = self.clients[pick % len(self.clients)]
         names = [n for n, spec in self.specs.items() if spec.model == client.model]
         namespace = names[name % len(names)]
-        tokens = [family * 1000 + i for i in range(length // 2)]
-        tokens += [family * 1000 + branch * 100 + i for i in range(length - length // 2)]
+        tokens = self.tokens_of(family, branch, length)
         self.next_id += 1
         sequence_id = f"s{self.next_id}"
         self.prompts[sequence_id] = tokens
@@ -241,6 +241,7 @@ class PoolMachine(PoolRules):
         copy = PoolState.restore(self.state.snapshot())
         for lease in copy.leases():
             copy.apply(LeaseLost(lease_id=lease.lease_id), self.now_s)
+        copy.apply(Unhold(lease_id=LeaseId(""), hold_ids=tuple(HoldId(hold_id) for hold_id in self.held)), self.now_s)
         report = copy.describe()
         assert (report.used_bytes, report.num_referenced_blocks, report.num_preempting) == (0, 0, 0)
         assert all(namespace.num_waiting == namespace.num_running == 0 for namespace in report.namespaces)
@@ -291,6 +292,8 @@ class PoolMachine(PoolRules):
                 "tick": 1,
                 "edit": 3,
                 "settle": 2,
+                "hold": 2,
+                "unhold": 1,
             }
             action = draw.choices(list(actions), list(actions.values()))[0]
             if action == "leave":
@@ -313,6 +316,14 @@ class PoolMachine(PoolRules):
             elif action == "settle":
                 if any(running.sources for client in self.clients for running in client.running.values()):
                     self.settle(picks[0], crash)
+            elif action == "hold":
+                self.hold(
+                    draw.choice(sorted(SPECS)), draw.randrange(4), draw.randrange(3), draw.randint(1, 90),
+                    draw.choice([0.5, 30.0]), crash,
+                )  # fmt: skip
+            elif action == "unhold":
+                if self.held:
+                    self.unhold(picks[0], crash)
             elif action == "publish":
                 self.publish(picks[0], picks[1:], draw.randint(1, 30), crash)
             elif action == "extend":
@@ -322,6 +333,7 @@ class PoolMachine(PoolRules):
             self.the_state_is_sound()
             self.pool_and_replicas_agree_about_who_runs_and_who_waits()
             self.what_replicas_wrote_and_sealed_is_still_there()
+            self.what_readers_hold_is_still_there()
 
     # ---- invariants -----------------------------------------------------------------------------------------------
 

@@ -13,17 +13,17 @@ from remora.namespaces.relocation import DEADLINE_S
 from remora.platform.base.ids import LeaseId, NamespaceId
 
 
-def scattered(*, sealed: bool = True, num_extents: int = 4) -> tuple[Driver, Replica]:
+def scattered(*, sealed: bool = True, num_extents: int = 4, namespace: str = "a") -> tuple[Driver, Replica]:
     """A running sequence of 4 blocks in each of the extents of 16, which are else empty."""
     driver = Driver(num_extents=num_extents)
-    driver.namespace("a")
+    driver.namespace(namespace)
     replica = driver.lease(relocates=True)
     for number in range(num_extents):
         if sealed:
-            replica.run(f"run{number}", "a", prompt(4, start=number))
+            replica.run(f"run{number}", namespace, prompt(4, start=number))
         else:
-            replica.admit(f"run{number}", "a", prompt(4, start=number))
-        replica.admit(f"drop{number}", "a", prompt(12, start=50 + number))
+            replica.admit(f"run{number}", namespace, prompt(4, start=number))
+        replica.admit(f"drop{number}", namespace, prompt(12, start=50 + number))
     replica.release(*(f"drop{number}" for number in range(num_extents)))
     driver.effects.clear()
     return driver, replica

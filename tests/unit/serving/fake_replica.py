@@ -47,6 +47,8 @@ class FakeReplica:
         #: What it says it has found in the cache.
         self.num_cached_tokens = 4
         self.waiting_tokens = self.parked_tokens = 0
+        #: Of those, what it says has come from the other pool, if it was told of one.
+        self.num_copied_tokens = 0
         self.drop_next_delta = False
         #: Answers a request with this error instead of tokens.
         self.error: dict[str, Any] | None = None
@@ -91,6 +93,7 @@ class FakeReplica:
             replica_id=self.replica_id,
             model_id=self.model_id,
             pool_id=self.pool_id,
+            pool_actor_name=f"pool-{self.pool_id}",
             fingerprint=b"f" * 32,
             block_tokens=4,
             block_bytes=256,
@@ -164,7 +167,8 @@ class FakeReplica:
         histogram = {"bounds": [0.1, 1.0], "counts": [1, 2, 3], "sum": 9.5}
         zeros = dict.fromkeys(
             ("num_waiting", "num_parked", "load_tokens", "num_requests", "num_steps", "num_failed_steps",
-             "num_preemptions", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_published_blocks"),
+             "num_preemptions", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_published_blocks",
+             "num_copied_tokens", "num_damaged_blocks"),
             0,
         )  # fmt: skip
         return {
@@ -215,6 +219,7 @@ class FakeReplica:
             request_id=request.request_id, choice_index=index, epoch=request.epoch, first_token_index=position,
             token_ids=(token,), text=chr(token), logprobs=logprobs, finish_reason=reason,
             num_cached_tokens=self.num_cached_tokens if is_first else None,
+            num_copied_tokens=self.num_copied_tokens if is_first and request.kv_source is not None else 0,
         )  # fmt: skip
 
     def kill(self) -> None:

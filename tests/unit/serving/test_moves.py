@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.test_router import job, read, text
 
+from remora.deployments.token_counts import TokenCounts
 from remora.platform.base.errors import Conflict, InvalidRequest, Unavailable
 from remora.platform.base.ids import ReplicaId
 
@@ -35,8 +36,8 @@ async def test_a_move_within_a_pool_shares_the_blocks_and_the_client_sees_one_te
     assert not source.running, "one owner"
     await target.step(5)
     moved = await moving
-    assert (moved.source, moved.replica, moved.transfer) == (source.replica_id, target.replica_id, "shared")
-    assert moved.num_tokens == 3 + 3 * n
+    assert (moved.source, moved.replica) == (source.replica_id, target.replica_id)
+    assert moved.tokens == TokenCounts(shared=3 + 3 * n)
     (resumed,) = target.submitted
     assert resumed.epoch == 1
     assert resumed.sampling.seed == source.submitted[0].sampling.seed
@@ -44,24 +45,53 @@ async def test_a_move_within_a_pool_shares_the_blocks_and_the_client_sees_one_te
     assert cluster.core.num_open == 0
 
 
-async def test_a_move_to_another_pool_computes_there_while_the_source_goes_on(
-    cluster: Any, make_replica: Any, expected_token: Any
+@pytest.mark.parametrize("num_copied", [0, 4])
+async def test_a_move_to_another_pool_copies_what_the_source_has_while_that_goes_on(
+    cluster: Any, make_replica: Any, expected_token: Any, num_copied: int
 ) -> None:
     replicas = make_replica("a", pool="p"), make_replica("b", pool="q")
     await cluster.add(*replicas)
-    stream, source, target = await running(cluster, *replicas, max_tokens=8)
+    stream, source, target = await running(cluster, *replicas, max_tokens=16)
+    assert source.submitted[0].kv_source is None
+    target.num_cached_tokens = target.num_copied_tokens = num_copied
     moving = asyncio.create_task(cluster.core.moves.move(stream, target.replica_id))
     await cluster.settle(lambda: target.running)
-    precopy = target.submitted[0]
-    assert len(precopy.prompt_token_ids) == 6, "the prompt and the output so far"
-    await source.step(2)
-    await cluster.settle(lambda: stream.log.num_tokens == 5)
-    await target.step(1)  # ends the precopy
+    first = target.submitted[0]
+    assert len(first.prompt_token_ids) == 5, "the full block of the prompt and the output so far, and one token"
+    await source.step(6)
+    await cluster.settle(lambda: stream.log.num_tokens == 9)
+    await target.step(1)
     await cluster.settle(lambda: len(target.submitted) == 2)
-    assert target.submitted[1].output_token_ids == stream.log.token_ids()
-    await target.step(3)
-    assert (await moving).transfer == "recomputed"
+    target.num_cached_tokens = 2 * num_copied
+    second = target.submitted[1]
+    assert len(second.prompt_token_ids) == 9, "a block is new: another round"
+    await target.step(1)
+    await cluster.settle(lambda: len(target.submitted) == 3)
+    target.num_copied_tokens = 0
+    assert not source.running, "less than a block is new: frozen"
+    last = target.submitted[2]
+    assert last.output_token_ids == stream.log.token_ids()
+    assert [each.kv_source.pool_id for each in (first, second, last)] == [source.pool_id] * 3
+    await target.step(7)
+    assert (await moving).tokens == TokenCounts(copied=2 * num_copied, recomputed=12 - 2 * num_copied)
     assert await read(stream) == [text(expected_token, stream)]
+
+
+async def test_a_request_that_goes_on_elsewhere_finds_its_blocks_by_the_pool_it_comes_from(
+    cluster: Any, make_replica: Any
+) -> None:
+    replicas = make_replica("a", pool="p"), make_replica("b", pool="q")
+    await cluster.add(*replicas)
+    stream, source, other = await running(cluster, *replicas)
+    source.kill()
+    await cluster.settle(lambda: other.running)
+    (resumed,) = other.submitted
+    assert resumed.kv_source.pool_id == source.pool_id, "its pool outlives it"
+    stream.close()
+    turn = await cluster.core.open(_of_owner("next", source.replica_id))
+    await cluster.settle(lambda: len(other.submitted) == 2)
+    assert other.submitted[1].kv_source.pool_id == source.pool_id, "as does the session's next turn"
+    turn.close()
 
 
 async def test_a_request_the_target_refuses_goes_on_where_it_can(

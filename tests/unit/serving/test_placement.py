@@ -22,7 +22,7 @@ def key(number: int) -> bytes:
 
 
 def test_one_replica_takes_everything() -> None:
-    assert place(key(1), [candidate("a", "p", 10**9)], 10) == ("a", "only")
+    assert place(key(1), [candidate("a", "p", 10**9)], 10) == ("a", "only", None)
 
 
 def test_equal_prefixes_go_to_the_same_pool_and_different_ones_spread() -> None:
@@ -42,7 +42,7 @@ def test_a_pool_that_leaves_moves_only_its_own_prefixes() -> None:
 
 def test_replicas_of_one_pool_share_the_load_because_they_share_the_blocks() -> None:
     candidates = [candidate("a", "p", 500), candidate("b", "p", 100), candidate("c", "p", 300)]
-    assert place(key(1), candidates, 10) == ("b", "prefix")
+    assert place(key(1), candidates, 10) == ("b", "prefix", None)
 
 
 def test_a_loaded_pool_gives_way() -> None:
@@ -51,26 +51,26 @@ def test_a_loaded_pool_gives_way() -> None:
     candidates = [candidate("a", "p", loads["a"]), candidate("b", "q", loads["b"])]
     choice = place(key(1), candidates, 10)
     assert choice.replica_id != favourite
-    assert choice.reason == "load"
+    assert (choice.reason, choice.home) == ("load", favourite), "its pool may have the blocks"
 
 
 def test_the_pool_that_has_most_of_the_prompt_goes_before_the_one_that_the_key_prefers() -> None:
     candidates = [candidate(f"r{i}", f"p{i}") for i in range(4)]
     for number in range(20):
-        assert place(key(number), candidates, 10, overlap={PoolId("p1"): 3, PoolId("p2"): 9}) == ("r2", "prefix")
+        assert place(key(number), candidates, 10, overlap={PoolId("p1"): 3, PoolId("p2"): 9}) == ("r2", "prefix", None)
     equal = {PoolId(f"p{i}"): 3 for i in range(4)}
     assert place(key(7), candidates, 10, overlap=equal) == place(key(7), candidates, 10)
-    assert place(key(7), candidates, 10, ReplicaId("r3"), {PoolId("p2"): 9}) == ("r3", "owner")
+    assert place(key(7), candidates, 10, ReplicaId("r3"), {PoolId("p2"): 9}) == ("r3", "owner", None)
     loaded = [candidate("r1", "p1", 9000), candidate("r2", "p2", 10)]
-    assert place(key(7), loaded, 10, overlap={PoolId("p1"): 9}) == ("r2", "load")
+    assert place(key(7), loaded, 10, overlap={PoolId("p1"): 9}) == ("r2", "load", "r1")
 
 
 def test_pools_in_which_requests_wait_for_memory_come_last() -> None:
     full = Candidate(replica_id=ReplicaId("a"), pool_id=PoolId("p"), load_tokens=0, lacks_memory=True)
     for number in range(20):
         assert place(key(number), [full, candidate("b", "q")], 10, overlap={PoolId("p"): 9}).replica_id == "b"
-    assert place(key(1), [full, candidate("b", "q", 9000)], 10) == ("a", "load")
-    assert place(key(1), [full, candidate("b", "q")], 10, ReplicaId("a")) == ("a", "owner")
+    assert place(key(1), [full, candidate("b", "q", 9000)], 10) == ("a", "load", "b")
+    assert place(key(1), [full, candidate("b", "q")], 10, ReplicaId("a")) == ("a", "owner", None)
 
 
 def test_namespaces_do_not_share_a_key() -> None:

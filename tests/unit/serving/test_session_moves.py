@@ -11,6 +11,7 @@ import click.testing
 import pytest
 
 from remora.deployments.moves import Moved
+from remora.deployments.token_counts import TokenCounts
 from remora.platform.base.errors import Conflict
 from remora.platform.base.ids import ReplicaId
 from remora.platform.cli.client import ServerRefused
@@ -140,7 +141,7 @@ async def test_what_another_router_says_of_a_move_arrives_as_it_was_said(cluster
         def stream_of(self, _session_id: str) -> object:
             return object()
 
-    moved = Moved(source=None, replica=ReplicaId("b"), transfer="shared", num_tokens=3, pause_s=0.1, took_s=0.2)
+    moved = Moved(source=None, replica=ReplicaId("b"), tokens=TokenCounts(shared=3), pause_s=0.1, took_s=0.2)
     Core.moves.outcome = moved
     assert decode_moves([nothing, await move_encoded(Core(), "s", "b")]) == moved  # type: ignore[arg-type]
     Core.moves.outcome = Conflict("not now", field="to")

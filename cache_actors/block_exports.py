@@ -1,0 +1,70 @@
+"""Blocks of a pool for readers outside it: found, held, and given out as bytes with their checksums.
+
+reader on the node        hold ─► maps the arena, copies ─► unhold
+reader on another node    hold ─► read, piece by piece ─► unhold
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from remora.cache_actors.durable_pool import DurablePool
+from remora.cache_actors.pool_settings import POOL_LEASE
+from remora.namespaces.commands import AnyAnswer
+from remora.namespaces.hold_commands import Held, Hold, Unhold
+from remora.platform.base.ids import HoldId
+
+
+class BlockBytes(NamedTuple):
+    """Blocks as they cross a wire, and the checksum of each as it lay in its arena."""
+
+    data_NB: NDArray[np.uint8]
+    checksums: tuple[int, ...]
+
+
+def checksum(block: NDArray[np.uint8]) -> int:
+    """CRC-32 of a block's bytes: what must be equal on both sides of a crossing (design §4.9)."""
+    return zlib.crc32(block.data)
+
+
+def hold_command(command: Hold) -> Hold:
+    """As a command of the pool itself, whoever sent it."""
+    return msgspec.structs.replace(command, lease_id=POOL_LEASE, call_no=0)
+
+
+def unhold_command(hold_ids: Sequence[HoldId]) -> Unhold:
+    return Unhold(lease_id=POOL_LEASE, hold_ids=tuple(hold_ids))
+
+
+def as_held(answer: AnyAnswer) -> Held:
+    """A pool that refuses has nothing to give."""
+    return answer if isinstance(answer, Held) else Held()
+
+
+async def read_blocks(pool: DurablePool, hold_id: HoldId, first: int, count: int) -> BlockBytes | None:
+    """Copies blocks `first` .. `first + count` of a hold out of the arena, beside the event loop.
+
+    None when the hold does not have them, or has run out meanwhile: then the bytes may be anybody's.
+    """
+    held = pool.held(hold_id)
+    if first < 0 or count < 1 or first + count > len(held.blocks):
+        return None
+    found = await asyncio.to_thread(_copy, pool.arena.data, held.blocks[first : first + count], held.block_bytes)
+    return found if pool.held(hold_id).blocks else None
+
+
+def _copy(data: NDArray[np.uint8], blocks: Sequence[int], block_bytes: int) -> BlockBytes:
+    data_NB = np.empty((len(blocks), block_bytes), np.uint8)
+    sums = []
+    for row, block in zip(data_NB, blocks, strict=True):
+        source = data[block * block_bytes : (block + 1) * block_bytes]
+        row[:] = source
+        sums.append(checksum(source))
+    return BlockBytes(data_NB, tuple(sums))

@@ -1,0 +1,172 @@
+"""Pool actors as readers of other pools see them: mapped on the same node, asked for bytes across nodes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from remora.cache_actors.arena import Arena
+from remora.cache_actors.block_exports import BlockBytes, checksum
+from remora.cache_actors.block_loader import HeldReader
+from remora.cache_actors.cluster_names import ray_namespace
+from remora.cache_actors.pool_messages import HoldReply
+from remora.cache_actors.port import KVSource
+from remora.namespaces.hold_commands import Held, Hold
+from remora.platform.base.errors import Unavailable
+from remora.platform.base.ids import HoldId
+
+#: Longest that a pool may take to answer one call.
+CALL_TIMEOUT_S: Final = 5.0
+
+
+class PoolReaders:
+    """Finds the pools of a cluster for a process on `node_id`. Thread-safe."""
+
+    def __init__(self, cluster_name: str, node_id: str) -> None:
+        self._cluster_name = cluster_name
+        self._node_id = node_id
+        self._pools: dict[str, RemotePool] = {}
+        self._lock = threading.Lock()
+
+    def find(self, source: KVSource) -> RemotePool:
+        """Raises Unavailable when there is no such actor."""
+        with self._lock:
+            found = self._pools.get(source.actor_name)
+        if found is not None:
+            return found
+        try:
+            actor = ray.get_actor(source.actor_name, namespace=ray_namespace(self._cluster_name))
+        except ValueError:
+            raise Unavailable(f"there is no pool actor {source.actor_name}") from None
+        found = RemotePool(actor, self._node_id, on_silent=lambda: self._forget(source))
+        with self._lock:
+            return self._pools.setdefault(source.actor_name, found)
+
+    def _forget(self, source: KVSource) -> None:
+        """Another actor may have the name next time."""
+        with self._lock:
+            self._pools.pop(source.actor_name, None)
+
+
+class RemotePool:
+    """block_loader.SourcePool over an actor."""
+
+    def __init__(self, actor: Any, node_id: str, *, on_silent: Callable[[], None]) -> None:
+        """`on_silent` is called when the actor cannot be reached."""
+        self._actor = actor
+        self._node_id = node_id
+        self._on_silent = on_silent
+
+    def hold(self, command: Hold) -> HeldReader:
+        """Chooses the path by where the pool is."""
+        try:
+            data = _answer(self._actor.hold.remote(msgspec.msgpack.encode(command)))
+        except Unavailable:
+            self._on_silent()
+            raise
+        reply = msgspec.msgpack.decode(data, type=HoldReply)
+        if reply.node_id == self._node_id:
+            return MappedBlocks(self._actor, command.hold_id, reply)
+        return StreamedBlocks(self._actor, command.hold_id, reply.held)
+
+
+class MappedBlocks:
+    """Reads the arena of a pool of this node.
+
+    A copy is good if the hold lasted until its end: the pool keeps a hold until `until_s`, also across its crashes, and
+    a pool that starts anew changes the incarnation word of the old arena.
+    """
+
+    path: Final = "mapped"
+
+    def __init__(self, actor: Any, hold_id: HoldId, reply: HoldReply) -> None:
+        self._actor = actor
+        self._hold_id = hold_id
+        self._reply = reply
+        self._arena: Arena | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._reply.held.blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._reply.held.block_bytes
+
+    def read(self, first: int, into_NB: NDArray[np.uint8]) -> tuple[int, ...]:
+        if self._arena is None:
+            self._arena = Arena.open(Path(self._reply.arena_path), writable=False)
+        size, sums = self.block_bytes, []
+        for row, block in zip(into_NB, self._reply.held.blocks[first : first + len(into_NB)], strict=True):
+            source = self._arena.data[block * size : (block + 1) * size]
+            sums.append(checksum(source))
+            row[:] = source
+        if self._arena.header.incarnation != self._reply.incarnation or time.monotonic() >= self._reply.held.until_s:
+            raise Unavailable("its blocks were not held until they were copied")
+        return tuple(sums)
+
+    def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+        _let_go(self._actor, self._hold_id, self._reply.held)
+
+
+class StreamedBlocks:
+    """Asks the pool's actor for bytes, one piece ahead of what is read."""
+
+    path: Final = "streamed"
+
+    def __init__(self, actor: Any, hold_id: HoldId, held: Held) -> None:
+        self._actor = actor
+        self._hold_id = hold_id
+        self._held = held
+        self._ahead: tuple[int, int, Any] | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._held.blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._held.block_bytes
+
+    def read(self, first: int, into_NB: NDArray[np.uint8]) -> tuple[int, ...]:
+        count = len(into_NB)
+        ahead, self._ahead = self._ahead, None
+        call = ahead[2] if ahead is not None and ahead[:2] == (first, count) else self._ask(first, count)
+        after = min(count, self.num_blocks - first - count)
+        if after > 0:
+            self._ahead = (first + count, after, self._ask(first + count, after))
+        found: BlockBytes | None = _answer(call)
+        if found is None:
+            raise Unavailable("its blocks are not held any more")
+        into_NB[:] = found.data_NB
+        return found.checksums
+
+    def _ask(self, first: int, count: int) -> Any:
+        return self._actor.read_blocks.remote(self._hold_id, first, count)
+
+    def close(self) -> None:
+        self._ahead = None
+        _let_go(self._actor, self._hold_id, self._held)
+
+
+def _answer(call: Any) -> Any:
+    try:
+        return ray.get(call, timeout=CALL_TIMEOUT_S)
+    except RayError as error:
+        raise Unavailable(f"the pool does not answer: {type(error).__name__}") from None
+
+
+def _let_go(actor: Any, hold_id: HoldId, held: Held) -> None:
+    if held.blocks:
+        actor.unhold.remote([hold_id])

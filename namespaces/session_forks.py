@@ -1,0 +1,47 @@
+"""The events by which a log goes on elsewhere: as a new session, or with another model."""
+
+from __future__ import annotations
+
+from remora.namespaces.session_commands import ForkSession, MoveSession
+from remora.namespaces.session_log import Created, Forked, ModelChanged, OwnerChanged, SessionState, cut_log
+from remora.platform.base.ids import Epoch
+
+
+def forked(parent: SessionState, command: ForkSession, num_tokens: int, *, epoch: Epoch, at_s: float) -> Forked:
+    """A new session with the first tokens of its parent, or with what another model makes of them."""
+    log = command.log
+    created = Created(
+        at_s=at_s,
+        session_id=command.new_id,
+        model_id=parent.model_id if log is None else log.model_id,
+        namespace_id=parent.namespace_id if log is None else log.namespace_id,
+        tenant=parent.tenant,
+        ttl_s=parent.ttl_s,
+        priority=parent.priority,
+        durable=parent.durable,
+        epoch=epoch,
+        call_id=command.call_id,
+        context=parent.context,
+    )
+    if log is None:
+        fields = cut_log(parent, num_tokens)
+    else:
+        fields = {name: getattr(log, name) for name in ("token_bytes", "turns", "edits", "pending")}
+    owner = parent.owner if log is None else command.owner
+    return Forked(
+        at_s=at_s,
+        created=created,
+        parent_id=parent.session_id,
+        owner=owner,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def moved(state: SessionState, command: MoveSession, *, at_s: float) -> OwnerChanged | ModelChanged | None:
+    """None: it is there already."""
+    epochs = {"old_epoch": state.epoch, "epoch": Epoch(state.epoch + 1)}
+    if command.log is not None:
+        return ModelChanged(at_s=at_s, owner=command.owner, log=command.log, **epochs)
+    if state.owner == command.owner:
+        return None
+    return OwnerChanged(at_s=at_s, owner=command.owner, **epochs)
