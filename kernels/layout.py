@@ -1,9 +1,8 @@
 """Where a value of KV lies in an arena: the only place that knows the layout of a block.
 
 A block is contiguous: `[layer][K|V][kv_head][token][dim]`, padded to `geometry.block_bytes`. Where K or V is quantised,
-each head's values are followed by its scales, `[token][group]` in bf16, and int4 packs two values into a byte
-(kernels/reference/quantise.py). Shapes: N blocks, L layers, 2 sides (K, V), H kv heads, B tokens a block, D head_dim,
-G scales a row.
+each head's values are followed by its scales, `[token][group]` in bf16 (kernels/reference/quantise.py). Shapes:
+N blocks, L layers, 2 sides (K, V), H kv heads, B tokens a block, D head_dim, G scales a row.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ class BlockLayout:
         if len(geometry.groups) != 1:
             raise KernelError(f"{len(geometry.groups)} layer groups: only one group of full attention is served")
         group = geometry.groups[0]
-        if group.head_dim % 2 and "int4" in (group.k_precision, group.v_precision):
-            raise KernelError(f"head_dim {group.head_dim}: int4 packs two values into a byte")
+        for precision, multiple in (("int5", 16), ("int4", 2)):
+            if group.head_dim % multiple and precision in (group.k_precision, group.v_precision):
+                raise KernelError(f"head_dim {group.head_dim}: {precision} needs a multiple of {multiple}")
         self.geometry = geometry
         self.num_layers = group.num_layers
         self.num_kv_heads = group.num_kv_heads

@@ -10,29 +10,32 @@ import msgspec
 
 from remora.platform.base.ids import GeometryId
 
-Precision = Literal["fp32", "bf16", "int8", "int4"]
+Precision = Literal["fp32", "bf16", "int8", "int5", "int4"]
 #: Of K and of V.
 KVPrecision = tuple[Precision, Precision]
 
 #: What a K or V of integers is: its values share scales, which lie in the block.
-QUANTISED: frozenset[Precision] = frozenset({"int8", "int4"})
-#: Values of one int4 row that share a scale; the last group of a row may be shorter. int8 has one scale a row.
-INT4_GROUP = 32
-_BYTES_PER_16_VALUES: dict[str, int] = {"fp32": 64, "bf16": 32, "int8": 16, "int4": 8}
+QUANTISED: frozenset[Precision] = frozenset({"int8", "int5", "int4"})
+#: Values of one int5 or int4 row that share a scale; the last group of a row may be shorter. int8 has one scale a row.
+INT4_GROUP = 64
+_BYTES_PER_16_VALUES: dict[str, int] = {"fp32": 64, "bf16": 32, "int8": 16, "int5": 8, "int4": 8}
+#: Fifth bits of an int5 row fill a multiple of this, so that rows stay aligned.
+_FIFTH_BITS_BYTES = 8
 #: Of one scale: bf16.
 SCALE_BYTES = 2
 
 
 def row_bytes(precision: Precision, head_dim: int) -> int:
     """Bytes of the values of one token and head, K or V, without scales."""
-    return head_dim * _BYTES_PER_16_VALUES[precision] // 16
+    plain = head_dim * _BYTES_PER_16_VALUES[precision] // 16
+    return plain + (-(-head_dim // (8 * _FIFTH_BITS_BYTES)) * _FIFTH_BITS_BYTES if precision == "int5" else 0)
 
 
 def scales_per_row(precision: Precision, head_dim: int) -> int:
     """bf16 scales that the values of one token and head have, K or V."""
     if precision == "int8":
         return 1
-    return -(-head_dim // INT4_GROUP) if precision == "int4" else 0
+    return -(-head_dim // INT4_GROUP) if precision in ("int5", "int4") else 0
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +63,7 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """Layer groups, tokens a block and rope: blocks of equal geometry have equal bytes layout.
 
     A block is contiguous: `[layer][K|V][kv_head][token][dim]`, rounded up to a multiple of 64 bytes. Where K or V is
-    int8 or int4, a head's values are followed by its scales, `[token][group]` in bf16.
+    quantised, a head's values are followed by its scales, `[token][group]` in bf16.
     """
 
     groups: tuple[LayerGroup, ...]

@@ -25,7 +25,7 @@ HASH_BYTES = 16
 _CHAIN = b"remora-block-v1"
 _ROOT = b"remora-root-v1"
 _EDIT = b"remora-edit-v1"
-_FINGERPRINT = b"remora-model-v1"
+_FINGERPRINT = b"remora-model-v2"
 
 
 def _encode_fields(*fields: str | bytes) -> bytes:

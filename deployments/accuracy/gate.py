@@ -19,7 +19,7 @@ from remora.platform.base.errors import ModelError
 _log = logging.getLogger(__name__)
 
 #: Relative change of perplexity that a precision may cost; those of floats are of no consequence.
-_KV_BARS = {"fp32": 0.0, "bf16": 0.0, "int8": 0.005, "int4": 0.03}
+_KV_BARS = {"fp32": 0.0, "bf16": 0.0, "int8": 0.005, "int5": 0.03, "int4": 0.03}
 _WEIGHT_BARS = {"fp32": 0.0, "bf16": 0.0, "int8": 0.01, "int4": 0.03}
 _SMALLEST_BAR = 0.001
 
@@ -113,7 +113,7 @@ def check_gate(
     whose = f"namespaces.{namespace} (model {model.name})" if namespace else f"models.{model.name}"
     verdict = VerdictStore(state_dir).load(fingerprint)
     if verdict is None:
-        if {model.weights, group.k_precision, group.v_precision} & {"int8", "int4"}:
+        if {model.weights, group.k_precision, group.v_precision} & {"int8", "int5", "int4"}:
             _log.warning(
                 "model %s: the accuracy of %s was never measured here; run `remora accuracy`", model.name, words
             )

@@ -18,8 +18,12 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 #: Head sizes that are compiled ahead and tested; the sources take any multiple of 16 up to 128.
 HEAD_DIMS = (64, 80, 96, 128)
 TILE_ROWS = (2, 4, 8, 16)
-#: Of K and V.
-_KV_PAIRS = (("Fp32Rows", "Fp32Rows"), *itertools.product(("Bf16Rows", "Int8Rows", "Int4Rows"), repeat=2))
+#: Of K and V. Other pairs with int5 are compiled when a model asks for them.
+_KV_PAIRS = (
+    ("Fp32Rows", "Fp32Rows"),
+    *itertools.product(("Bf16Rows", "Int8Rows", "Int4Rows"), repeat=2),
+    ("Int5Rows", "Int4Rows"),
+)
 
 # --fmad=false: where a fused multiply-add is wanted, the sources say so (common.cuh).
 COMPILE_OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "-default-device")
@@ -70,7 +74,7 @@ def compile_cubin(source: CudaSource, architecture: str) -> bytes:
 
 
 def all_variants() -> Iterator[CudaSource]:
-    """Every variant that a model of a supported shape can ask for."""
+    """Every variant that a model of a supported shape can ask for, but for rare pairs of K and V."""
     yield CudaSource.of("checksum")
     yield CudaSource.of("copy_blocks")
     yield CudaSource.of("zero_blocks")

@@ -15,7 +15,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 #: Names in the sources: of activations, and of K or V in the arena (src/kv_codec.cuh).
 VALUE_TYPES = {"fp32": "float", "bf16": "Bf16"}
-KV_FORMATS = {"fp32": "Fp32Rows", "bf16": "Bf16Rows", "int8": "Int8Rows", "int4": "Int4Rows"}
+KV_FORMATS = {"fp32": "Fp32Rows", "bf16": "Bf16Rows", "int8": "Int8Rows", "int5": "Int5Rows", "int4": "Int4Rows"}
 
 
 @dataclass(frozen=True, slots=True)

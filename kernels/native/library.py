@@ -22,7 +22,7 @@ LEVEL_VARIABLE = "REMORA_NATIVE_ISA"
 #: From the least to the best, numbered as in remora.h.
 LEVELS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 #: Numbered as in remora.h.
-DTYPES = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
+DTYPES = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "int5": 4}
 #: Names of kernels.base.Weights without "layers.{i}.", numbered as WeightKind in model.h.
 WEIGHT_KINDS = (
     "embed",

@@ -59,7 +59,7 @@ class DeviceConfig(_Section):
     eviction: Literal["lru", "s3fifo", "arc", "value"] = "value"
 
 
-KVWord = Literal["bf16", "fp32", "int8", "int4"]
+KVWord = Literal["bf16", "fp32", "int8", "int5", "int4"]
 
 
 class KVPrecisionConfig(_Section):
@@ -78,8 +78,10 @@ KVPrecision = Annotated[
 
 
 def precision_pair(given: KVWord | KVPrecisionConfig) -> tuple[KVWord, KVWord]:
-    """Of K and of V."""
-    return (given.k, given.v) if isinstance(given, KVPrecisionConfig) else (given, given)
+    """Of K and of V. The word int4 alone keeps five bits of K, which needs them more than V."""
+    if isinstance(given, KVPrecisionConfig):
+        return (given.k, given.v)
+    return ("int5", "int4") if given == "int4" else (given, given)
 
 
 class ModelConfig(_Section):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
-import msgspec
-from pydantic import ValidationError
 
 from remora.deployments.engine.base import EngineConfig
-from remora.namespaces.geometry import KVGeometry, Precision
+from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.platform.base.config import ModelConfig, RemoraConfig, load_config, parse_config
 from remora.platform.base.errors import ModelError
 from remora.platform.cli.progress import size_text
@@ -21,7 +18,16 @@ from remora.platform.cli.start_checks import MIN_BLOCKS_PER_EXTENT, read_spec, w
 from remora.platform.cli.table import print_table
 from remora.platform.cli.up import DEFAULT_CONFIG
 
-_PRECISIONS: Final[tuple[Precision, ...]] = ("fp32", "bf16", "int8", "int4")
+#: Of K and V: those that a configuration may ask for, but for those whose V is better than K or much worse.
+_PRECISIONS: Final[tuple[KVPrecision, ...]] = (
+    ("fp32", "fp32"),
+    ("bf16", "bf16"),
+    ("bf16", "int8"),
+    ("int8", "int8"),
+    ("int8", "int4"),
+    ("int5", "int4"),
+    ("int4", "int4"),
+)
 _LEAST_EXTENT_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -103,7 +109,7 @@ def size(
     num_running = min(sessions, model.max_num_seqs * model.num_replicas) if running is None else min(running, sessions)
     load = Load(num_sessions=sessions, context_tokens=context_tokens, shared_tokens=shared, num_running=num_running)
     own = spec.geometry(block_tokens=block_tokens, kv_precisions=("bf16", "bf16"))
-    found = [kv_size(geometry, load) for geometry in _served_geometries(own)]
+    found = [kv_size(own.with_precision(kv_precision), load) for kv_precision in _PRECISIONS]
     weights = weights_bytes(spec.shape)
     if as_json:
         document = {"weights_bytes": weights, "block_tokens": block_tokens, "load": asdict(load)}
@@ -120,7 +126,7 @@ def size(
         ["KV", "A TOKEN", "A SESSION", "ALL SESSIONS", "ARENA_BYTES", "EXTENT_BYTES"],
         [
             [
-                each.k if each.k == each.v else f"K {each.k}, V {each.v}",
+                each.k if each.k == each.v != "int4" else f"K {each.k}, V {each.v}",  # the word int4 is int5/int4
                 size_text(each.token_bytes),
                 size_text(each.session_bytes),
                 size_text(each.total_bytes),
@@ -141,17 +147,3 @@ def _find_model(config: RemoraConfig, name: str) -> tuple[ModelConfig, int]:
         (model,) = parse_config({"models": [{"name": "sized", "source": name}]}).models
         return model, config.devices[0].block_tokens
     return found[0], config.device_of(found[0]).block_tokens
-
-
-def _served_geometries(geometry: KVGeometry) -> Iterator[KVGeometry]:
-    """The geometry in the precisions that a configuration may ask for; of mixed ones those with V a step below K."""
-    (group,) = geometry.groups
-    for number, k in enumerate(_PRECISIONS):
-        for v in _PRECISIONS[number : number + (1 if k == "fp32" else 2)]:
-            wanted: Any = k if k == v else {"k": k, "v": v}
-            try:
-                ModelConfig(name="any", source="any", kv_precision=wanted)
-            except ValidationError:
-                continue
-            groups = (msgspec.structs.replace(group, k_precision=k, v_precision=v),)
-            yield msgspec.structs.replace(geometry, groups=groups)

@@ -136,7 +136,7 @@ def test_a_namespace_gets_another_kv_precision_while_a_request_runs(platform: An
         running = pool.submit(say, max_tokens=64)
         platform.eventually(lambda: platform.referenced_blocks() > 0, 10, what="it runs")
         changed = platform.http.put(path, json={"kv_precision": "int4"}).json()
-        assert changed["kv_precision"] == {"k": "int4", "v": "int4"}
+        assert changed["kv_precision"] == {"k": "int5", "v": "int4"}
         assert say(max_tokens=2)[1] == 0, "nothing of another precision is found"
         assert say(max_tokens=2)[1] > 0
         assert running.result()[0] == before

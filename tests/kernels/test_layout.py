@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
-from remora.namespaces.geometry import KVGeometry, LayerGroup
+from remora.namespaces.geometry import INT4_GROUP, KVGeometry, LayerGroup, Precision
 from remora.platform.base.errors import KernelError
 
 
@@ -53,7 +53,7 @@ def test_a_block_outside_the_arena_is_refused(block: int) -> None:
         layout.check_blocks(data, np.array([[0, 1], [block, 2]], np.int32))
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int5", "int4"])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_quantised_rows_and_scales_fill_a_block_without_gaps_or_overlaps(precision: str, head_dim: int) -> None:
     layout = BlockLayout(make_geometry(precision=precision, head_dim=head_dim, block_tokens=16))
@@ -72,11 +72,18 @@ def test_quantised_rows_and_scales_fill_a_block_without_gaps_or_overlaps(precisi
     assert (data[offset : offset + rows.shape[-1]] == 7).all()
 
 
-@pytest.mark.parametrize(("precision", "most"), [("int8", 0.53), ("int4", 0.30)])
+@pytest.mark.parametrize(
+    ("k", "v", "most", "most_of_odd_sizes"),
+    [("int8", "int8", 0.53, 0.53), ("int5", "int4", 0.30, 0.325), ("int4", "int4", 0.27, 0.275)],
+)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-def test_quantised_kv_takes_the_promised_share_of_bf16(precision: str, most: float, head_dim: int) -> None:
-    plain = make_geometry(head_dim=head_dim).groups[0].token_bytes()
-    assert make_geometry(precision=precision, head_dim=head_dim).groups[0].token_bytes() <= most * plain
+def test_quantised_kv_takes_the_promised_share_of_bf16(
+    k: Precision, v: Precision, most: float, most_of_odd_sizes: float, head_dim: int
+) -> None:
+    plain = make_geometry(head_dim=head_dim)
+    share = plain.with_precision((k, v)).groups[0].token_bytes() / plain.groups[0].token_bytes()
+    # Heads that are no multiple of the group have a shorter one, and so more scales, and fifth bits that are not used.
+    assert share <= (most_of_odd_sizes if head_dim % INT4_GROUP else most)
 
 
 def test_views_of_plain_values_are_refused_for_quantised_and_mixed_precision() -> None:
@@ -92,5 +99,6 @@ def test_views_of_plain_values_are_refused_for_quantised_and_mixed_precision() -
             BlockLayout(geometry).numpy_view(data)
     with pytest.raises(KernelError, match="2 layer groups"):
         BlockLayout(KVGeometry(groups=(mixed, mixed), block_tokens=32))
-    with pytest.raises(KernelError, match="head_dim 33"):
-        BlockLayout(make_geometry(precision="int4", head_dim=33))
+    for precision, head_dim in [("int4", 33), ("int5", 40)]:
+        with pytest.raises(KernelError, match=f"head_dim {head_dim}"):
+            BlockLayout(make_geometry(precision=precision, head_dim=head_dim))

@@ -66,7 +66,7 @@ def test_a_place_outside_the_memory_is_refused_before_a_byte_is_written(move: Mo
     assert (memory.data == 1).all()
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("int8", 0.1), ("int4", 1.2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("int8", 0.1), ("int5", 0.6), ("int4", 1.2)])
 def test_quantised_tokens_are_rotated_and_quantised_once_more(precision: str, tolerance: float) -> None:
     torch.manual_seed(2)
     memory = memory_of(precision)

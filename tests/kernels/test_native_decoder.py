@@ -147,7 +147,7 @@ def test_fp32_logits_equal_the_reference_of_every_family(level: str, name: str, 
     assert np.abs(logits - expected).max() < (1e-4 if kv == "fp32" else 2e-2)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4", "int8/int4", "bf16/int8"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "int8/int4", "int5/int4", "bf16/int8"])
 def test_logits_over_quantised_kv_equal_those_of_the_reference(level: str, kv: str) -> None:
     geometry, tokens, blocks = make_geometry(LLAMA, kv), random_tokens(LLAMA, 70), np.array([4, 0, 6, 2, 1], np.int32)
     expected = run(TorchDecoder(LLAMA, make_weights(LLAMA), geometry, 1), Memory(geometry, 7), tokens, blocks, [70])

@@ -17,7 +17,7 @@ from remora.platform.base.errors import KernelError
 
 PLAIN = ["fp32", "bf16"]
 #: Of K and V alike, or K/V.
-PRECISIONS = [*PLAIN, "int8", "int4", "int8/int4"]
+PRECISIONS = [*PLAIN, "int8", "int4", "int8/int4", "int5/int4"]
 
 _LENGTHS = [1, 37, 200, 1111]
 _ROWS = [(0, 0, 1), (1, 36, 37), (2, 151, 200), (3, 1080, 1111)]
@@ -28,6 +28,7 @@ _ROWS = [(0, 0, 1), (1, 36, 37), (2, 151, 200), (3, 1080, 1111)]
     [
         *itertools.product(PLAIN, [16, 64, 80, 96, 128]),
         *[("int8", 16), ("int8", 96), ("int4", 64), ("int4", 80), ("int8/int4", 128), ("bf16/int8", 64)],
+        *[("int5", 16), ("int5", 96), ("int5/int4", 64)],
     ],
 )
 def test_every_head_size_equals_the_reference(level: str, precision: str, head_dim: int) -> None:
@@ -38,7 +39,7 @@ def test_every_head_size_equals_the_reference(level: str, precision: str, head_d
     ("precision", "group", "block_tokens"),
     [
         *((precision, *sizes) for precision in PLAIN for sizes in [(1, 16), (4, 128), (8, 64), (5, 32)]),
-        *[("int8", 1, 16), ("int8", 8, 64), ("int4", 5, 32), ("int4", 4, 128)],
+        *[("int8", 1, 16), ("int8", 8, 64), ("int4", 5, 32), ("int5/int4", 4, 128)],
     ],
 )
 def test_every_group_and_block_size_equals_the_reference(
@@ -130,7 +131,7 @@ def test_a_bad_value_marks_its_own_rows_and_no_other_sequence(
     assert dirty[1].out_TQD[:, 3:].tobytes() == clean[1].out_TQD[:, 3:].tobytes()
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int5/int4"])
 @pytest.mark.parametrize(("bad", "side"), [(float("nan"), K_SIDE), (float("inf"), V_SIDE)], ids=["k", "v"])
 def test_a_bad_value_marks_its_quantised_row_and_no_other_sequence(
     level: str, precision: str, bad: float, side: int

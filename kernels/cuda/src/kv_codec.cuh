@@ -56,7 +56,7 @@ __device__ __forceinline__ void bytes_to_floats(uint32 word, float bias, float (
 // Symmetric, one scale a row.
 struct Int8Rows {
   static constexpr int ROW_BYTES = HEAD_DIM, GROUP = HEAD_DIM, NUM_SCALES = 1, STEP = 16;
-  static constexpr bool ROTATED = false;
+  static constexpr bool ROTATED = false, SIGNED = false;
   static constexpr float LARGEST_CODE = 127.0f;
 
   static __device__ __forceinline__ void load(const uint8* row, int d, float (&out)[STEP]) {
@@ -84,55 +84,76 @@ struct Int8Rows {
   static constexpr uint32 SIGNS = 0x80808080u;
 };
 
-// Rotated, then symmetric with a scale for every GROUP values (the last group may be shorter). Value i of a group of n
-// is the low half of byte i, value i + n / 2 the high half, both plus 8.
-struct Int4Rows {
-  static constexpr int ROW_BYTES = HEAD_DIM / 2, GROUP = 32, NUM_SCALES = (HEAD_DIM + GROUP - 1) / GROUP, STEP = 16;
-  static constexpr bool ROTATED = true;
-  static constexpr float LARGEST_CODE = 7.0f;
+// Rotated, then codes of BITS with a scale for every GROUP values (the last group may be shorter). Value i of a group of n
+// is the low half of byte i, value i + n / 2 the high half, both plus OFFSET; fifth bits follow, in words of 64.
+template <int BITS>
+struct RotatedRows {
+  static constexpr bool FIVE = BITS == 5;
+  static constexpr int OFFSET = FIVE ? 16 : 8, HALVES_BYTES = HEAD_DIM / 2;
+  static constexpr int ROW_BYTES = HALVES_BYTES + (FIVE ? (HEAD_DIM + 63) / 64 * 8 : 0);
+  static constexpr int GROUP = 64, NUM_SCALES = (HEAD_DIM + GROUP - 1) / GROUP, STEP = 16;
+  static constexpr bool ROTATED = true, SIGNED = true;
+  static constexpr float LARGEST_CODE = OFFSET;
 
   static __device__ __forceinline__ void load(const uint8* row, int d, float (&out)[STEP]) {
-    const int group = d / GROUP * GROUP;
-    const uint32* words = reinterpret_cast<const uint32*>(row + group / 2);
-    if (HEAD_DIM - group < GROUP) {  // 8 low halves, 8 high ones
-      for (int i = 0; i < 2; ++i) {
-        bytes_to_floats(words[i] & HALVES, 8.0f, out, 4 * i);
-        bytes_to_floats((words[i] >> 4) & HALVES, 8.0f, out, 8 + 4 * i);
-      }
-      return;
-    }
+    const int group = d / GROUP * GROUP, half = min(GROUP, HEAD_DIM - group) / 2, i = d - group;
     uint32 bits[4];
-    if constexpr (ROW_BYTES % 16 == 0) {
-      const uint4 four = *reinterpret_cast<const uint4*>(words);
-      bits[0] = four.x, bits[1] = four.y, bits[2] = four.z, bits[3] = four.w;
+    if (half < STEP) {  // 8 low halves, 8 high ones
+      const uint2 both = *reinterpret_cast<const uint2*>(row + group / 2);
+      bits[0] = both.x & HALVES, bits[1] = both.y & HALVES;
+      bits[2] = (both.x >> 4) & HALVES, bits[3] = (both.y >> 4) & HALVES;
     } else {
-      const uint2 low = *reinterpret_cast<const uint2*>(words), high = *reinterpret_cast<const uint2*>(words + 2);
-      bits[0] = low.x, bits[1] = low.y, bits[2] = high.x, bits[3] = high.y;
-    }
-    const int shift = d == group ? 0 : 4;
+      const uint8* bytes = row + group / 2 + (i < half ? i : i - half);
+      if constexpr (ROW_BYTES % 16 == 0) {
+        const uint4 four = *reinterpret_cast<const uint4*>(bytes);
+        bits[0] = four.x, bits[1] = four.y, bits[2] = four.z, bits[3] = four.w;
+      } else {
+        const uint2 low = *reinterpret_cast<const uint2*>(bytes), high = *reinterpret_cast<const uint2*>(bytes + 8);
+        bits[0] = low.x, bits[1] = low.y, bits[2] = high.x, bits[3] = high.y;
+      }
+      const int shift = i < half ? 0 : 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) bytes_to_floats((bits[i] >> shift) & HALVES, 8.0f, out, 4 * i);
+      for (int part = 0; part < 4; ++part) bits[part] = (bits[part] >> shift) & HALVES;
+    }
+    const uint32 fifth = FIVE ? *reinterpret_cast<const uint16*>(row + HALVES_BYTES + d / 8) : 0;
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+      bytes_to_floats(bits[part] | spread(fifth >> (4 * part)), OFFSET, out, 4 * part);
   }
   static __device__ __forceinline__ float2 two(const uint8* row, int d) {
     const int group = d / GROUP * GROUP, half = min(GROUP, HEAD_DIM - group) / 2, i = d - group;
     const uint32 bits = *reinterpret_cast<const uint16*>(row + group / 2 + (i < half ? i : i - half));
-    const uint32 word = (i < half ? bits : bits >> 4) & HALVES;
-    return make_float2(byte_to_float<0>(word, 8.0f), byte_to_float<1>(word, 8.0f));
+    uint32 word = (i < half ? bits : bits >> 4) & HALVES;
+    if (FIVE) word |= spread(row[HALVES_BYTES + d / 8] >> (d % 8));
+    return make_float2(byte_to_float<0>(word, OFFSET), byte_to_float<1>(word, OFFSET));
   }
   static __device__ __forceinline__ uint32 pack(const float* codes, int i) {
     uint32 word = 0;
+    if (FIVE && 4 * i >= HALVES_BYTES) {
+      const int first = 8 * (4 * i - HALVES_BYTES);
+      for (int d = first; d < min(first + 32, HEAD_DIM); ++d) word |= (shifted(codes[d]) >> 4) << (d - first);
+      return word;
+    }
     for (int byte = 0; byte < 4; ++byte) {
       const int position = 4 * i + byte, group = position / (GROUP / 2) * GROUP;
       const float* low = codes + group + position % (GROUP / 2);
       const int high = min(GROUP, HEAD_DIM - group) / 2;
-      word |= (static_cast<uint32>(low[0] + 8.0f) | static_cast<uint32>(low[high] + 8.0f) << 4) << (8 * byte);
+      word |= ((shifted(low[0]) & 15u) | (shifted(low[high]) & 15u) << 4) << (8 * byte);
     }
     return word;
   }
 
  private:
   static constexpr uint32 HALVES = 0x0f0f0f0fu;
+
+  static __device__ __forceinline__ uint32 shifted(float code) { return static_cast<uint32>(code + OFFSET); }
+  // Four bits to bit 4 of one byte each.
+  static __device__ __forceinline__ uint32 spread(uint32 bits) {
+    return (((bits & 15u) * 0x00204081u) & 0x01010101u) << 4;
+  }
 };
+using Int4Rows = RotatedRows<4>;
+using Int5Rows = RotatedRows<5>;
 
 // The rows of one head of a block, and behind them their scales.
 template <class Format>
@@ -188,8 +209,10 @@ __device__ __forceinline__ Bf16 bf16_above(float x) {
 __device__ __forceinline__ bool is_finite(Bf16 value) { return (value.bits & 0x7f80u) != 0x7f80u; }
 __device__ __forceinline__ bool is_finite(float value) { return (__float_as_uint(value) & 0x7f800000u) != 0x7f800000u; }
 
-// Quantises one group in shared memory in place, by a warp: values become codes. Returns the scale, NaN when a value is
-// not finite.
+// Quantises one group in shared memory in place, by a warp: values become codes -largest_code..largest_code; if SIGNED,
+// the one farthest from zero becomes -largest_code, by a scale that may be negative, and none is above largest_code - 1.
+// Returns the scale, NaN when a value is not finite.
+template <bool SIGNED>
 __device__ __forceinline__ Bf16 quantise_group(float* values, int count, float largest_code) {
   constexpr float SMALLEST = 7.88860905221011805e-31f;  // 2^-100: the reciprocal of a smaller scale would overflow
   constexpr uint32 INFINITE = 0x7f800000u;
@@ -199,9 +222,17 @@ __device__ __forceinline__ Bf16 quantise_group(float* values, int count, float l
   largest = warp_max(largest);
   const float top = __uint_as_float(largest);
   const bool is_zero = largest >= INFINITE || top < SMALLEST;
-  const Bf16 scale = is_zero ? Bf16{0} : bf16_above(top / largest_code);
+  Bf16 scale = is_zero ? Bf16{0} : bf16_above(top / largest_code);
+  if (SIGNED && !is_zero) {
+    uint32 is_positive = 0;
+    for (int i = lane; i < count; i += 32) is_positive |= values[i] == top;
+    if (warp_max(is_positive)) scale.bits |= 0x8000u;
+  }
   const float inverse = is_zero ? 0.0f : 1.0f / to_float(scale);
-  for (int i = lane; i < count; i += 32) values[i] = is_zero ? 0.0f : rintf(values[i] * inverse);
+  for (int i = lane; i < count; i += 32) {
+    const float code = is_zero ? 0.0f : rintf(values[i] * inverse);
+    values[i] = SIGNED ? fminf(code, largest_code - 1.0f) : code;
+  }
   return largest >= INFINITE ? Bf16{0x7fc0} : scale;
 }
 
@@ -225,7 +256,7 @@ __device__ __forceinline__ bool encode_row(float* values, HeadRows<Format> head,
     Bf16* scales = head.scales(slot);
     for (int group = 0; group < Format::NUM_SCALES; ++group) {
       const int first = group * Format::GROUP, count = min(Format::GROUP, HEAD_DIM - first);
-      const Bf16 scale = quantise_group(values + first, count, Format::LARGEST_CODE);
+      const Bf16 scale = quantise_group<Format::SIGNED>(values + first, count, Format::LARGEST_CODE);
       fits = fits && is_finite(scale);
       if (lane == 0) scales[group] = scale;
     }

@@ -57,13 +57,15 @@ struct Int8Rows : PlainRows<int8_t> {
 };
 
 // Scales are applied on the way to fp32; rows are rotated, and so are the queries and the result.
-struct Int4Rows {
+template <bool FIVE>
+struct RotatedRows {
   using Value = float;
   static constexpr bool DIRECT = false, SCALED = false, ROTATED = true;
   static void widen(const uint8_t* rows, const uint16_t* scales, int tokens, int head_dim, float* target) {
-    const int num_scales = (head_dim + KV_INT4_GROUP - 1) / KV_INT4_GROUP;
+    constexpr Dtype DTYPE = FIVE ? Dtype::int5 : Dtype::int4;
+    const int64_t row_bytes = kv_row_bytes(DTYPE, head_dim), num_scales = kv_scales(DTYPE, head_dim);
     for (int token = 0; token < tokens; ++token)
-      widen_int4(rows + token * (head_dim / 2), scales + token * num_scales, head_dim, target + token * head_dim);
+      widen_rotated<FIVE>(rows + token * row_bytes, scales + token * num_scales, head_dim, target + token * head_dim);
   }
 };
 
@@ -166,7 +168,8 @@ void with_rows(Dtype dtype, const Body& body) {
     case Dtype::fp32: return body(PlainRows<float>{});
     case Dtype::bf16: return body(PlainRows<uint16_t>{});
     case Dtype::int8: return body(Int8Rows{});
-    case Dtype::int4: return body(Int4Rows{});
+    case Dtype::int5: return body(RotatedRows<true>{});
+    case Dtype::int4: return body(RotatedRows<false>{});
   }
 }
 

@@ -33,49 +33,66 @@ REMORA_INLINE void hadamard(float* row, int head_dim) {
   for (int i = 0; i < head_dim; i += LANES) store(row + i, load(row + i) * norm);
 }
 
-// bf16 that is not below x; x is not negative.
+// bf16 that is not below x, which is not negative.
 REMORA_INLINE uint16_t to_bf16_above(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, 4);
   return static_cast<uint16_t>((bits + 0xffff) >> 16);
 }
 
-// `count` values (a multiple of LANES) as integers up to `largest_code`; returns their scale, NaN when a value is not
-// finite.
-REMORA_INLINE uint16_t quantise_group(const float* values, int count, float largest_code, int32_t* codes) {
-  vfloat largest = {}, poison = {};
+// `count` values (a multiple of LANES) as integers -largest_code..largest_code; if SIGNED, the value farthest from zero
+// becomes -largest_code, by a scale that may be negative, and none is more than largest_code - 1. Returns the scale, NaN
+// when a value is not finite.
+template <bool SIGNED>
+REMORA_INLINE uint16_t quantise_group(const float* values, int count, int largest_code, int32_t* codes) {
+  vfloat highest = {}, lowest = {}, poison = {};
   for (int i = 0; i < count; i += LANES) {
     const vfloat v = load(values + i);
-    largest = max(largest, abs(v));
+    highest = max(highest, v);
+    lowest = max(lowest, -v);
     poison += v - v;  // NaN where v is not finite
   }
-  const float top = max(largest);
+  const float high = max(highest), low = max(lowest), top = high < low ? low : high;
   if (!(sum(poison) == 0.0f)) {
     __builtin_memset(codes, 0, static_cast<size_t>(count) * 4);
     return 0x7fc0;
   }
-  const uint16_t scale = top < SMALLEST_QUANTISED ? 0 : to_bf16_above(top / largest_code);
+  uint16_t scale = top < SMALLEST_QUANTISED ? 0 : to_bf16_above(top / static_cast<float>(largest_code));
+  if (SIGNED && scale != 0 && high == top) scale |= 0x8000;
   const vfloat inverse = splat(scale == 0 ? 0.0f : 1.0f / from_bf16(scale)), magic = splat(12582912.0f);
-  for (int i = 0; i < count; i += LANES)  // to nearest even
-    store_as(codes + i, __builtin_convertvector((load(values + i) * inverse + magic) - magic, vint));
+  for (int i = 0; i < count; i += LANES) {
+    vint code = __builtin_convertvector((load(values + i) * inverse + magic) - magic, vint);  // to nearest even
+    if (SIGNED) code = code < largest_code ? code : splat_int(largest_code - 1);
+    store_as(codes + i, code);
+  }
   return scale;
 }
 
 REMORA_INLINE void quantise_int8(const float* values, int head_dim, uint8_t* row, uint16_t* scales) {
   int32_t codes[256];
-  scales[0] = quantise_group(values, head_dim, 127.0f, codes);
+  scales[0] = quantise_group<false>(values, head_dim, 127, codes);
   for (int i = 0; i < head_dim; ++i) row[i] = static_cast<uint8_t>(codes[i]);
 }
 
-REMORA_INLINE void quantise_int4(const float* values, int head_dim, uint8_t* row, uint16_t* scales) {
+// int4, or int5 if FIVE.
+template <bool FIVE>
+REMORA_INLINE void quantise_rotated(const float* values, int head_dim, uint8_t* row, uint16_t* scales) {
   float rotated[256];
   int32_t codes[KV_INT4_GROUP];
+  constexpr int OFFSET = FIVE ? 16 : 8;
+  uint8_t* fifth_bits = row + head_dim / 2;
   __builtin_memcpy(rotated, values, static_cast<size_t>(head_dim) * 4);
   hadamard(rotated, head_dim);
+  if (FIVE) __builtin_memset(fifth_bits, 0, static_cast<size_t>(head_dim + 63) / 64 * 8);
   for (int start = 0; start < head_dim; start += KV_INT4_GROUP, row += KV_INT4_GROUP / 2) {
     const int count = head_dim - start < KV_INT4_GROUP ? head_dim - start : KV_INT4_GROUP;
-    scales[start / KV_INT4_GROUP] = quantise_group(rotated + start, count, 7.0f, codes);
-    for (int i = 0; i < count / 2; ++i) row[i] = static_cast<uint8_t>((codes[i] + 8) | (codes[i + count / 2] + 8) << 4);
+    scales[start / KV_INT4_GROUP] = quantise_group<true>(rotated + start, count, OFFSET, codes);
+    for (int i = 0; i < count; ++i) codes[i] += OFFSET;
+    for (int i = 0; i < count / 2; ++i)
+      row[i] = static_cast<uint8_t>((codes[i] & 15) | (codes[i + count / 2] & 15) << 4);
+    if (FIVE)
+      for (int i = 0; i < count; ++i)
+        fifth_bits[(start + i) / 8] |= static_cast<uint8_t>((codes[i] >> 4) << (start + i) % 8);
   }
 }
 
@@ -93,23 +110,39 @@ REMORA_INLINE vint widen_bytes(const int8_t* p) {
 }
 REMORA_INLINE vfloat load_int8(const int8_t* p) { return __builtin_convertvector(widen_bytes(p), vfloat); }
 
-// The rotated row that an int4 row stands for.
-REMORA_INLINE void widen_int4(const uint8_t* row, const uint16_t* scales, int head_dim, float* out) {
+// 16 in the lanes of values [first, first + LANES) of a row whose fifth bit is set.
+REMORA_INLINE vint widen_fifth_bits(const uint8_t* fifth_bits, int first) {
+  uint32_t word = fifth_bits[first / 8];
+  if (LANES > 8) word |= static_cast<uint32_t>(fifth_bits[first / 8 + 1]) << 8;
+  vint mask;
+  for (int lane = 0; lane < LANES; ++lane) mask[lane] = 1 << lane;
+  return ((splat_int(static_cast<int32_t>(word >> first % 8)) & mask) != 0) & 16;
+}
+
+// The rotated row that an int4 row, or an int5 row if FIVE, stands for.
+template <bool FIVE>
+REMORA_INLINE void widen_rotated(const uint8_t* row, const uint16_t* scales, int head_dim, float* out) {
   typedef uint8_t vnibbles __attribute__((vector_size(KV_INT4_GROUP / 2), may_alias));
+  constexpr uint8_t OFFSET = FIVE ? 16 : 8;
+  const uint8_t* fifth_bits = row + head_dim / 2;
   for (int start = 0; start < head_dim; start += KV_INT4_GROUP, row += KV_INT4_GROUP / 2, ++scales) {
     const int count = head_dim - start < KV_INT4_GROUP ? head_dim - start : KV_INT4_GROUP;
     int8_t codes[KV_INT4_GROUP];
     if (count == KV_INT4_GROUP) {
       const vnibbles packed = load_as<vnibbles>(row);
-      store_as(codes, (packed & 15) - 8), store_as(codes + KV_INT4_GROUP / 2, (packed >> 4) - 8);
+      store_as(codes, (packed & 15) - OFFSET), store_as(codes + KV_INT4_GROUP / 2, (packed >> 4) - OFFSET);
     } else {
       for (int i = 0; i < count / 2; ++i) {
-        codes[i] = static_cast<int8_t>((row[i] & 15) - 8);
-        codes[i + count / 2] = static_cast<int8_t>((row[i] >> 4) - 8);
+        codes[i] = static_cast<int8_t>((row[i] & 15) - OFFSET);
+        codes[i + count / 2] = static_cast<int8_t>((row[i] >> 4) - OFFSET);
       }
     }
     const vfloat scale = splat(from_bf16(*scales));
-    for (int i = 0; i < count; i += LANES) store(out + start + i, load_int8(codes + i) * scale);
+    for (int i = 0; i < count; i += LANES) {
+      vint code = widen_bytes(codes + i);
+      if (FIVE) code += widen_fifth_bits(fifth_bits, start + i);
+      store(out + start + i, __builtin_convertvector(code, vfloat) * scale);
+    }
   }
 }
 
@@ -117,9 +150,10 @@ REMORA_INLINE void widen_int4(const uint8_t* row, const uint16_t* scales, int he
 REMORA_INLINE bool encode_kv_row(Dtype dtype, const float* values, int head_dim, uint8_t* row, uint16_t* scales) {
   if (is_quantised(dtype)) {
     if (dtype == Dtype::int8) quantise_int8(values, head_dim, row, scales);
-    else quantise_int4(values, head_dim, row, scales);
+    else if (dtype == Dtype::int5) quantise_rotated<true>(values, head_dim, row, scales);
+    else quantise_rotated<false>(values, head_dim, row, scales);
     bool fits = true;
-    for (int64_t i = 0; i < kv_scales(dtype, head_dim); ++i) fits &= scales[i] < 0x7f80;
+    for (int64_t i = 0; i < kv_scales(dtype, head_dim); ++i) fits &= (scales[i] & 0x7fff) < 0x7f80;
     return fits;
   }
   if (dtype == Dtype::fp32) __builtin_memcpy(row, values, static_cast<size_t>(head_dim) * 4);
@@ -145,7 +179,8 @@ REMORA_INLINE void decode_kv_row(Dtype dtype, const uint8_t* row, const uint16_t
     const vfloat scale = splat(from_bf16(*scales));
     for (int i = 0; i < head_dim; i += LANES) store(out + i, load_int8(reinterpret_cast<const int8_t*>(row) + i) * scale);
   } else {
-    widen_int4(row, scales, head_dim, out);
+    if (dtype == Dtype::int5) widen_rotated<true>(row, scales, head_dim, out);
+    else widen_rotated<false>(row, scales, head_dim, out);
     hadamard(out, head_dim);
   }
 }

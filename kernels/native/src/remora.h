@@ -12,7 +12,7 @@ namespace remora {
 
 constexpr int ATTENTION_CHUNK = 512;  // positions; a multiple of every block_tokens in use
 
-enum class Dtype : int32_t { fp32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+enum class Dtype : int32_t { fp32 = 0, bf16 = 1, int8 = 2, int4 = 3, int5 = 4 };  // int5: of K and V alone
 
 // One step, as filled by kernels/batch.py. Names and meaning as there.
 struct Step {
@@ -27,7 +27,7 @@ struct Step {
 };
 
 // Arena of one geometry. Block i starts at data + i * block_bytes; inside it
-// [layer][K|V][kv_head][token][dim] of k_dtype or v_dtype, without gaps. A head of int8 or int4 is followed by its
+// [layer][K|V][kv_head][token][dim] of k_dtype or v_dtype, without gaps. A head of integers is followed by its
 // scales [token][kv_scales] in bf16 (quantise.h).
 struct Arena {
   uint8_t* data;
@@ -37,13 +37,21 @@ struct Arena {
 };
 
 // One row of head_dim values of K or V: bytes of its values, and how many scales it has.
-constexpr int32_t KV_INT4_GROUP = 32;
-inline bool is_quantised(Dtype dtype) { return dtype == Dtype::int8 || dtype == Dtype::int4; }
+constexpr int32_t KV_INT4_GROUP = 64;  // of int5, too
+inline bool is_rotated(Dtype dtype) { return dtype == Dtype::int4 || dtype == Dtype::int5; }
+inline bool is_quantised(Dtype dtype) { return dtype == Dtype::int8 || is_rotated(dtype); }
 inline int64_t kv_row_bytes(Dtype dtype, int64_t head_dim) {
-  return dtype == Dtype::fp32 ? 4 * head_dim : dtype == Dtype::bf16 ? 2 * head_dim : dtype == Dtype::int8 ? head_dim : head_dim / 2;
+  switch (dtype) {
+    case Dtype::fp32: return 4 * head_dim;
+    case Dtype::bf16: return 2 * head_dim;
+    case Dtype::int8: return head_dim;
+    case Dtype::int5: return head_dim / 2 + (head_dim + 63) / 64 * 8;  // fifth bits: whole words of 64
+    case Dtype::int4: return head_dim / 2;
+  }
+  return 0;
 }
 inline int64_t kv_scales(Dtype dtype, int64_t head_dim) {
-  return dtype == Dtype::int8 ? 1 : dtype == Dtype::int4 ? (head_dim + KV_INT4_GROUP - 1) / KV_INT4_GROUP : 0;
+  return dtype == Dtype::int8 ? 1 : is_rotated(dtype) ? (head_dim + KV_INT4_GROUP - 1) / KV_INT4_GROUP : 0;
 }
 inline int64_t kv_head_bytes(const Arena& arena, Dtype dtype) {
   return arena.block_tokens * (kv_row_bytes(dtype, arena.head_dim) + 2 * kv_scales(dtype, arena.head_dim));

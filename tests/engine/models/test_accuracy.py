@@ -142,8 +142,9 @@ def test_a_precision_that_failed_is_refused_unless_forced(tmp_path: Path, caplog
     folder, state = tmp_path / "model", tmp_path / "state"
     folder.mkdir()
     save_tiny(folder, "llama")
-    loaded = load(folder, kv_precision="int4", weights="bf16")
-    model = ModelConfig(name="m", source=str(folder), kv_precision="int4")
+    both: dict[str, Any] = {"kv_precision": {"k": "int4", "v": "int4"}}
+    loaded = load(folder, weights="bf16", **both)
+    model = ModelConfig(name="m", source=str(folder), **both)
     check_gate(model, loaded.geometry, loaded.fingerprint, state)
     assert "never measured" in caplog.text
     store = VerdictStore(state)

@@ -69,7 +69,7 @@ def inverse_frequencies(head_dim: int) -> torch.Tensor:
     return 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim / 2))
 
 
-@pytest.mark.parametrize(("precision", "values"), [("int8/int4", "fp32"), ("int4/int8", "bf16")], ids=["k8v4", "k4v8"])
+@pytest.mark.parametrize(("precision", "values"), [("int8/int4", "fp32"), ("int5/int4", "bf16")], ids=["k8v4", "k5v4"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_attention_over_integers_equals_the_reference(
     device: Device, precision: str, values: str, head_dim: int
@@ -137,7 +137,7 @@ def test_a_marked_row_marks_what_sees_it_and_nothing_else(device: Device, precis
     assert dirty[1].out_TQD[:, 3:].tobytes() == clean[1].out_TQD[:, 3:].tobytes()
 
 
-@pytest.mark.parametrize(("precisions", "values"), [(("int8", "int4"), "fp32"), (("int4", "int8"), "bf16")])
+@pytest.mark.parametrize(("precisions", "values"), [(("int8", "int4"), "fp32"), (("int4", "int5"), "bf16")])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_store_quantises_its_slots_marks_sequences_and_changes_no_other_byte(
     device: Device, head_dim: int, precisions: Pair, values: str
@@ -207,7 +207,7 @@ def one_nan(bf16: NDArray[np.uint16]) -> NDArray[np.uint16]:
 def assert_near(got: torch.Tensor, expected: torch.Tensor, precision: Precision) -> None:
     """Equal but for a few codes that were rounded to the next one; rows [..., D] that are not finite in both alike."""
     assert torch.equal(torch.isfinite(got), torch.isfinite(expected))
-    step = {"fp32": 1e-5, "bf16": 2.0**-8, "int8": 1 / 126, "int4": 1 / 3}[precision]
+    step = {"fp32": 1e-5, "bf16": 2.0**-8, "int8": 1 / 126, "int5": 1 / 7, "int4": 1 / 3}[precision]
     bound = expected.abs().nan_to_num(0.0).amax(dim=-1, keepdim=True) * step + 1e-5
     difference = (got - expected).nan_to_num(0.0).abs()
     assert (difference <= bound).all()
@@ -219,7 +219,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, precision: Precision)
     [
         (("int8", "int4"), 64),
         (("int4", "int8"), 80),
-        (("int4", "int4"), 96),
+        (("int5", "int4"), 96),
         (("int8", "bf16"), 128),
         (("bf16", "int4"), 80),
     ],
@@ -276,7 +276,7 @@ def test_a_move_that_leaves_its_block_or_the_arena_is_refused(device: Device, mo
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(("bf16", "bf16"), ("int8", "int4")), (("int8", "int4"), ("int4", "int8")), (("int4", "int8"), ("bf16", "bf16"))],
+    [(("bf16", "bf16"), ("int8", "int5")), (("int8", "int5"), ("int5", "int4")), (("int5", "int4"), ("bf16", "bf16"))],
     ids=["quantised", "exchanged", "restored"],
 )
 def test_reencoded_blocks_have_the_bytes_of_the_reference(

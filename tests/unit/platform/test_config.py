@@ -44,7 +44,13 @@ def test_a_namespace_has_its_models_precision_or_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("int8", ("int8", "int8")), ({"k": "int8", "v": "int4"}, ("int8", "int4")), ({"v": "int8"}, ("bf16", "int8"))],
+    [
+        ("int8", ("int8", "int8")),
+        ("int4", ("int5", "int4")),
+        ({"k": "int4", "v": "int4"}, ("int4", "int4")),
+        ({"k": "int8", "v": "int4"}, ("int8", "int4")),
+        ({"v": "int8"}, ("bf16", "int8")),
+    ],
 )
 def test_kv_precision_is_a_word_or_one_for_k_and_one_for_v(given: Any, expected: tuple[str, str]) -> None:
     config = parse_config({"models": [{"name": "a", "source": "x", "kv_precision": given}]})
@@ -82,7 +88,7 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
         ({"models": [{"name": "a", "source": "x", "weights": "int3"}]}, "models.0.weights: 'int3' is not allowed"),
         (
             {"models": [{"name": "a", "source": "x", "kv_precision": "int3"}]},
-            "models.0.kv_precision: 'int3' is not allowed: Input should be 'bf16', 'fp32', 'int8' or 'int4'",
+            "models.0.kv_precision: 'int3' is not allowed: Input should be 'bf16', 'fp32', 'int8', 'int5' or 'int4'",
         ),
         (
             {"models": [{"name": "a", "source": "x", "kv_precision": {"k": "int8", "v": 4}}]},
@@ -108,7 +114,7 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
         ({"models": [{"name": "a", "source": "x"}] * 2}, "models: the name 'a' is used twice"),
         (
             document(namespaces=[{"name": "n", "model": "a", "kv_precision": "int3"}]),
-            "namespaces.0.kv_precision: 'int3' is not allowed: Input should be 'bf16', 'fp32', 'int8' or 'int4'",
+            "namespaces.0.kv_precision: 'int3' is not allowed: Input should be 'bf16', 'fp32', 'int8', 'int5' or",
         ),
         (
             document(namespaces=[{"name": "n", "model": "a"}, {"name": "n/m", "model": "a", "kv_precision": "int8"}]),

@@ -113,6 +113,8 @@ def test_every_precision_is_one_that_can_be_configured_and_smaller_ones_take_les
     assert document["load"] == {"num_sessions": 3, "context_tokens": 100, "shared_tokens": 0, "num_running": 3}
     sizes = {(each["k"], each["v"]): each["token_bytes"] for each in document["kv"]}
     assert sizes["fp32", "fp32"] == 2 * sizes["bf16", "bf16"] == 46_080
+    assert sizes["int5", "int4"] == 6_840
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
     assert all(each["total_bytes"] == 15 * each["session_bytes"] // 4 for each in document["kv"])
     assert document["weights_bytes"] > 200e6
 
