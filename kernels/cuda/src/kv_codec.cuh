@@ -98,23 +98,17 @@ struct RotatedRows {
   static __device__ __forceinline__ void load(const uint8* row, int d, float (&out)[STEP]) {
     const int group = d / GROUP * GROUP, half = min(GROUP, HEAD_DIM - group) / 2, i = d - group;
     uint32 bits[4];
-    if (half < STEP) {  // 8 low halves, 8 high ones
-      const uint2 both = *reinterpret_cast<const uint2*>(row + group / 2);
-      bits[0] = both.x & HALVES, bits[1] = both.y & HALVES;
-      bits[2] = (both.x >> 4) & HALVES, bits[3] = (both.y >> 4) & HALVES;
-    } else {
-      const uint8* bytes = row + group / 2 + (i < half ? i : i - half);
-      if constexpr (ROW_BYTES % 16 == 0) {
-        const uint4 four = *reinterpret_cast<const uint4*>(bytes);
-        bits[0] = four.x, bits[1] = four.y, bits[2] = four.z, bits[3] = four.w;
-      } else {
-        const uint2 low = *reinterpret_cast<const uint2*>(bytes), high = *reinterpret_cast<const uint2*>(bytes + 8);
-        bits[0] = low.x, bits[1] = low.y, bits[2] = high.x, bits[3] = high.y;
-      }
-      const int shift = i < half ? 0 : 4;
+    if (ROW_BYTES % 16 == 0 && half % STEP == 0) {
+      const uint4 four = *reinterpret_cast<const uint4*>(row + group / 2 + i % half);
+      bits[0] = four.x, bits[1] = four.y, bits[2] = four.z, bits[3] = four.w;
+    } else {  // a step may end in the low halves and go on in the high ones
 #pragma unroll
-      for (int part = 0; part < 4; ++part) bits[part] = (bits[part] >> shift) & HALVES;
+      for (int part = 0; part < 4; ++part)
+        bits[part] = *reinterpret_cast<const uint32*>(row + group / 2 + (i + 4 * part) % half);
     }
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+      bits[part] = (i + 4 * part < half ? bits[part] : bits[part] >> 4) & HALVES;
     const uint32 fifth = FIVE ? *reinterpret_cast<const uint16*>(row + HALVES_BYTES + d / 8) : 0;
 #pragma unroll
     for (int part = 0; part < 4; ++part)

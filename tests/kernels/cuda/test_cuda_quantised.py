@@ -220,6 +220,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, precision: Precision)
         (("int8", "int4"), 64),
         (("int4", "int8"), 80),
         (("int5", "int4"), 96),
+        (("int5", "int4"), 112),
         (("int8", "bf16"), 128),
         (("bf16", "int4"), 80),
     ],
