@@ -5,6 +5,10 @@
 {{- if regexMatch "^(localhost|127\\..*|::1)$" $config.http.host -}}
 {{- fail (printf "config.http.host: nobody outside of the pod reaches %q; write 0.0.0.0" $config.http.host) -}}
 {{- end -}}
+{{- $port := int $config.http.port -}}
+{{- if or (has $port (list 6379 8080 8265 10001 52365)) (and (ge $port 30000) (le $port 31000)) (and (ge $port 40000) (le $port 41000)) -}}
+{{- fail (printf "config.http.port: %d is a port of Ray in the same pod; take another, such as 8000" $port) -}}
+{{- end -}}
 {{- if and .Values.config.tenants .Values.tenants.existingSecret -}}
 {{- fail "tenants.existingSecret: not allowed beside config.tenants; give one of them" -}}
 {{- end -}}

@@ -66,13 +66,13 @@ def test_another_release_in_the_namespace_is_a_client_like_any_other(render: Cal
 def test_prometheus_gets_in_only_when_it_is_to_scrape(rendered: Callable[[str], Manifests]) -> None:
     prometheus = {"app.kubernetes.io/name": "prometheus"}
     assert open_ports(named(rendered("default"), "NetworkPolicy"), prometheus, same_namespace=False) == set()
-    assert open_ports(named(rendered("everything"), "NetworkPolicy"), prometheus, same_namespace=False) >= {8080}
+    assert open_ports(named(rendered("everything"), "NetworkPolicy"), prometheus, same_namespace=False) >= {8001, 8080}
 
 
 def test_the_test_pod_gets_in_whoever_the_clients_are(rendered: Callable[[str], Manifests]) -> None:
     manifests = rendered("everything")
     (test,) = [pod for pod in pods_of(manifests) if pod.name == "test"]
-    assert 8080 in (open_ports(named(manifests, "NetworkPolicy"), test.labels) or set())
+    assert 8001 in (open_ports(named(manifests, "NetworkPolicy"), test.labels) or set())
 
 
 def test_egress_is_restricted_only_on_demand(rendered: Callable[[str], Manifests]) -> None:
@@ -105,11 +105,11 @@ def test_clients_reach_the_service_that_kuberay_makes(rendered: Callable[[str], 
     manifests = rendered("everything")
     service = named(manifests, "RayService")["metadata"]["name"] + "-serve-svc"
     (rule,) = named(manifests, "Ingress")["spec"]["rules"]
-    assert rule["http"]["paths"][0]["backend"]["service"] == {"name": service, "port": {"number": 8080}}
+    assert rule["http"]["paths"][0]["backend"]["service"] == {"name": service, "port": {"number": 8001}}
     (route,) = named(manifests, "HTTPRoute")["spec"]["rules"]
-    assert route["backendRefs"] == [{"name": service, "port": 8080}]
+    assert route["backendRefs"] == [{"name": service, "port": 8001}]
     (test,) = [pod for pod in pods_of(manifests) if pod.name == "test"]
-    assert test.spec["containers"][0]["args"][0] == f"http://{service}:8080"
+    assert test.spec["containers"][0]["args"][0] == f"http://{service}:8001"
 
 
 def test_the_collector_takes_spans_from_its_pod_alone_and_sends_them_on(rendered: Callable[[str], Manifests]) -> None:

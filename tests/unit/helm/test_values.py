@@ -115,6 +115,12 @@ def test_tenants_come_from_one_place_and_monitoring_needs_a_key(render: Render) 
         render(replaced(values, "operatorKey", {"existingSecret": ""}))
 
 
+@pytest.mark.parametrize("port", [6379, 8080, 8265, 10001, 30500, 40500, 52365])
+def test_a_port_of_ray_is_refused_for_clients(port: int, render: Render) -> None:
+    with pytest.raises(helm_python.HelmRenderError, match=rf"config\.http\.port: {port} is a port of Ray"):
+        render({"config": {"http": {"port": port}}})
+
+
 def test_an_endpoint_beside_a_collector_fails(render: Render) -> None:
     values = replaced(values_of("everything"), "config.telemetry", {"otlp_endpoint": "http://other:4317"})
     with pytest.raises(helm_python.HelmRenderError, match=r"config\.telemetry\.otlp_endpoint"):
