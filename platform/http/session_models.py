@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import msgspec
 
 from remora.cache_actors.session_client import ask
-from remora.deployments.models.chat_continuation import join_continuation, render_continuation
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.moves import Moved, precopy_job
 from remora.deployments.session_context import SessionContext
@@ -27,6 +26,7 @@ from remora.platform.base.telemetry import inject, span
 from remora.platform.http.branch_request import ForkBody
 from remora.platform.http.caller import Caller
 from remora.platform.http.services import Services, encode
+from remora.platform.http.session_prompt import rendered_behind
 
 
 async def log_for(services: Services, state: SessionState, model_id: ModelId, namespace_id: NamespaceId) -> ModelLog:
@@ -87,13 +87,9 @@ async def retokenised(
 async def _rendered(tokenizer: ChatTokenizer, messages: list[dict[str, object]], log: Sequence[int]) -> tuple[int, ...]:
     """What a chat request with these messages puts behind the log; nothing if the template cannot."""
     try:
-        if log:
-            text = render_continuation(tokenizer, messages, add_generation_prompt=True)
-        else:
-            text = tokenizer.render(messages)
+        return await rendered_behind(tokenizer, messages, log, field="model")
     except InvalidRequest:
         return ()
-    return join_continuation(tokenizer, log, await encode(tokenizer, text, add_special_tokens=False, field="model"))
 
 
 async def bring(services: Services, state: SessionState, log: ModelLog) -> Moved:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -52,18 +53,33 @@ async def chat_prompt(tokenizer: ChatTokenizer, body: ChatRequest, log: SessionL
             "or go on with /v1/completions.",
             field="messages",
         )
-    arguments = body.chat_template_kwargs
-    if log.token_ids:
+    added = await rendered_behind(
+        tokenizer,
+        body.messages,
+        log.token_ids,
+        add_generation_prompt=body.add_generation_prompt,
+        arguments=body.chat_template_kwargs,
+    )
+    return TurnPrompt("chat", added, msgspec.json.encode(body.messages))
+
+
+async def rendered_behind(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    log: Sequence[int],
+    *,
+    add_generation_prompt: bool = True,
+    arguments: Mapping[str, Any] | None = None,
+    field: str = "messages",
+) -> tuple[int, ...]:
+    """What messages put behind the log, which may be empty, under the model's template. Raises InvalidRequest."""
+    if log:
         text = render_continuation(
-            tokenizer, body.messages, add_generation_prompt=body.add_generation_prompt, arguments=arguments
+            tokenizer, messages, add_generation_prompt=add_generation_prompt, arguments=arguments
         )
     else:
-        text = tokenizer.render(
-            body.messages, None, add_generation_prompt=body.add_generation_prompt, arguments=arguments
-        )
-    token_ids = await encode(tokenizer, text, add_special_tokens=False, field="messages")
-    added = join_continuation(tokenizer, log.token_ids, token_ids)
-    return TurnPrompt("chat", added, msgspec.json.encode(body.messages))
+        text = tokenizer.render(messages, None, add_generation_prompt=add_generation_prompt, arguments=arguments)
+    return join_continuation(tokenizer, log, await encode(tokenizer, text, add_special_tokens=False, field=field))
 
 
 async def text_prompt(tokenizer: ChatTokenizer, body: CompletionRequest, log: SessionLog) -> TurnPrompt:
