@@ -65,7 +65,8 @@ async def retokenised(
     """The same turns in the target's tokens.
 
     A chat turn that is still as the source's template rendered it is rendered by the target's; any other, and every
-    answer, is taken as its text, without the source's special tokens.
+    answer, is taken as its text, without the source's special tokens. Raises InvalidRequest for messages that the
+    target's template does not take.
     """
     log: list[int] = []
     found: list[Turn] = []
@@ -73,8 +74,8 @@ async def retokenised(
         start, before = len(log), token_ids[: turn.start]
         prompt = tuple(token_ids[turn.start : turn.prompt_end])
         messages = msgspec.json.decode(turn.messages_json)
-        if turn.kind == "chat" and target.has_chat_template and await _rendered(source, messages, before) == prompt:
-            log += await _rendered(target, messages, log)
+        if turn.kind == "chat" and target.has_chat_template and await _is_rendered(source, messages, before, prompt):
+            log += await _rendered_anew(target, messages, log)
         else:
             log += await encode(target, source.decode(prompt), add_special_tokens=not log, field="model")
         prompt_end = len(log)
@@ -84,12 +85,25 @@ async def retokenised(
     return tuple(log), tuple(found)
 
 
-async def _rendered(tokenizer: ChatTokenizer, messages: list[dict[str, object]], log: Sequence[int]) -> tuple[int, ...]:
-    """What a chat request with these messages puts behind the log; nothing if the template cannot."""
+async def _is_rendered(
+    tokenizer: ChatTokenizer, messages: list[dict[str, object]], log: Sequence[int], prompt: tuple[int, ...]
+) -> bool:
+    """Whether the prompt is what a chat request with these messages puts behind the log."""
     try:
-        return await rendered_behind(tokenizer, messages, log, field="model")
+        return await rendered_behind(tokenizer, messages, log) == prompt
     except InvalidRequest:
-        return ()
+        return False
+
+
+async def _rendered_anew(
+    tokenizer: ChatTokenizer, messages: list[dict[str, object]], log: Sequence[int]
+) -> tuple[int, ...]:
+    """The messages under the other model's template. Raises InvalidRequest naming `model` if it does not take them."""
+    try:
+        return await rendered_behind(tokenizer, messages, log)
+    except InvalidRequest as error:
+        message = f"model: its chat template does not take the session's messages: {error}"
+        raise InvalidRequest(message, field="model") from error
 
 
 async def bring(services: Services, state: SessionState, log: ModelLog) -> Moved:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from remora.deployments.models.chat_continuation import join_continuation, render_continuation
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.namespaces.session_log import Turn
+from remora.platform.base.errors import InvalidRequest
 from remora.platform.cli.main import remora
 from remora.platform.http.session_models import retokenised
 
@@ -176,6 +177,20 @@ async def test_chats_are_rendered_anew_by_the_template_of_a_model_with_another_t
     assert [(t.start, t.prompt_end, t.end) for t in found_turns] == [
         (t.start, t.prompt_end, t.end) for t in expected_turns
     ]
+
+
+async def test_messages_that_the_other_template_refuses_are_not_lost() -> None:
+    source = byte_tokenizer()
+    target = ChatTokenizer(
+        byte_tokenizer()._tokenizer,
+        chat_template="{% for message in messages %}{% if 'remora' in message.content %}"
+        "{{ raise_exception('no fish') }}{% endif %}{{ message.content }}{% endfor %}",
+        eos_token_ids=(256,),
+    )
+    log, turns = written(source, ("Hello?", "Yes."), ("What is a remora?", "A fish."))
+    with pytest.raises(InvalidRequest, match="no fish") as refused:
+        await retokenised(source, target, log, turns)
+    assert refused.value.field == "model"
 
 
 async def test_text_and_what_was_cut_are_taken_as_they_stand() -> None:
