@@ -75,15 +75,15 @@ def precopy_job(
     model_id: ModelId,
     namespace_id: NamespaceId,
     token_ids: tuple[int, ...],
-    target: ReplicaId,
+    target: ReplicaId | None = None,
     *,
     priority: int = 0,
     owner: ReplicaId | None = None,
     context: ContextPlan | None = None,
     trace_context: Mapping[str, str] | None = None,
 ) -> GenerationJob:
-    """Brings these tokens' KV to the target, from the pool of `owner` as far as that has it; the one token that it also
-    generates is for nobody."""
+    """Brings these tokens' KV to the target, or where a request of `owner`'s session would go, from the pool of `owner`
+    as far as that has it; the one token that it also generates is for nobody."""
     return GenerationJob(
         request_id=request_id,
         model_id=model_id,
@@ -196,9 +196,9 @@ class Moves:
         return TokenCounts.of(num_ahead, shared=num_shared, copied=num_copied)
 
     async def precopy(self, job: GenerationJob) -> TokenCounts:
-        """Lets the pool of `job.target` have the blocks of the prompt; says how they came there.
+        """Lets the pool of the job's replica have the blocks of the prompt; says how they came there.
 
-        Raises Unavailable when the target does not manage it; nothing has changed then.
+        Raises Unavailable when that replica does not manage it; nothing has changed then.
         """
         copy = await self._core.open(job)
         try:
@@ -206,7 +206,9 @@ class Moves:
                 while await copy.next_deltas():
                     pass
         except (RemoraError, TimeoutError) as error:
-            raise Unavailable(f"{job.target} cannot take the tokens: {error or 'it does not answer'}") from error
+            raise Unavailable(
+                f"{job.target or 'its replica'} cannot take the tokens: {error or 'it does not answer'}"
+            ) from error
         finally:
             copy.close()
         num_found = (copy.num_cached_tokens or 0) - copy.num_copied_tokens

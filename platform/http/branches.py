@@ -15,8 +15,8 @@ import msgspec
 from fastapi import Request
 from opentelemetry.trace import SpanKind
 
-from remora.deployments.engine.messages import SamplingParams, TokenDelta
-from remora.deployments.generation_job import GenerationJob
+from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.moves import precopy_job
 from remora.namespaces.hashing import chain_hashes
 from remora.namespaces.session_log import SessionState, cut_log
 from remora.platform.base import telemetry_names as names
@@ -151,12 +151,11 @@ class Branches:
         found = await self._services.pools.find_blocks(parent.namespace_id, fingerprint, hashes)
         if len(hashes) - max(found.values(), default=0) < MIN_MISSING_BLOCKS:
             return
-        job = GenerationJob(
-            request_id=RequestId(f"{self.id}-common"),
-            model_id=parent.model_id,
-            namespace_id=parent.namespace_id,
-            prompt_token_ids=common[: len(hashes) * card.block_tokens],
-            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        job = precopy_job(
+            RequestId(f"{self.id}-common"),
+            parent.model_id,
+            parent.namespace_id,
+            common[: len(hashes) * card.block_tokens],
             priority=-parent.priority,
             owner=parent.owner,
             trace_context=inject(self._span),
