@@ -26,6 +26,7 @@ from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.generation import Generation
 from remora.platform.http.services import Services
 from remora.platform.http.session_prompt import SessionLog, TurnPrompt, chat_prompt, text_prompt
+from remora.platform.http.session_requests import new_session_id
 
 
 class BranchRun:
@@ -41,7 +42,7 @@ class BranchRun:
         self._tokenizer: ChatTokenizer | None = None
         self._added: TurnPrompt | None = None
         self.index = wanted.index
-        self.session_id = (wanted.session_id or SessionId(f"sess-{uuid.uuid4().hex}")) if wanted.keep else None
+        self.session_id = SessionId(wanted.session_id or new_session_id()) if wanted.keep else None
         self.prompt: tuple[int, ...] = ()
         #: What ended it early.
         self.error: RemoraError | None = None

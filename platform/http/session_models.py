@@ -27,6 +27,7 @@ from remora.platform.http.branch_request import ForkBody
 from remora.platform.http.caller import Caller
 from remora.platform.http.services import Services, encode
 from remora.platform.http.session_prompt import rendered_behind
+from remora.platform.http.session_requests import new_session_id
 
 
 async def log_for(services: Services, state: SessionState, model_id: ModelId, namespace_id: NamespaceId) -> ModelLog:
@@ -209,10 +210,6 @@ def transfer_document(moved: Moved) -> dict[str, object]:
         "tokens": msgspec.structs.asdict(moved.tokens),
         "took_s": round(moved.took_s, 6),
     }
-
-
-def new_session_id() -> str:
-    return f"sess-{uuid.uuid4().hex}"
 
 
 def _least_loaded(services: Services, model_id: ModelId) -> ReplicaId:

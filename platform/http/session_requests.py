@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Annotated, Literal
 
 from fastapi import Request
@@ -13,6 +14,11 @@ from remora.platform.http.errors import invalid_request
 
 #: Part of URLs and of names in logs.
 SessionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
+
+
+def new_session_id() -> str:
+    """A name for a session that its client leaves unnamed."""
+    return f"sess-{uuid.uuid4().hex}"
 
 
 class _Body(BaseModel):

@@ -36,12 +36,13 @@ from remora.platform.http.generation import NAMESPACE_HEADER
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services
-from remora.platform.http.session_models import fork_to_model, new_session_id, transfer_document
+from remora.platform.http.session_models import fork_to_model, transfer_document
 from remora.platform.http.session_requests import (
     CreateBody,
     EmptyBody,
     TruncateBody,
     context_policy,
+    new_session_id,
     read_list_query,
     read_show_query,
 )
