@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from remora.namespaces.session_log import SessionState, cut_log
 from remora.platform.base.errors import InvalidRequest, RequestError
 from remora.platform.base.ids import SessionId
 from remora.platform.http.chat_request import ChatRequest
@@ -85,6 +86,15 @@ class BranchRequest:
     session_id: SessionId | None
     keep: bool
     fields: ChatRequest | CompletionRequest
+
+
+def cut_parent(parent: SessionState, num_tokens: int | None) -> SessionState:
+    """The session, with its tokens, as far as its forks have it; None: all of it. Raises InvalidRequest."""
+    if num_tokens is None:
+        return parent
+    if num_tokens > parent.num_tokens:
+        raise InvalidRequest(f"num_tokens: {num_tokens} is not 0 to {parent.num_tokens}.", field="num_tokens")
+    return msgspec.structs.replace(parent, **cut_log(parent, num_tokens))
 
 
 def branch_requests(parent_id: SessionId, model: str, body: ForkBody) -> list[BranchRequest]:

@@ -11,20 +11,19 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-import msgspec
 from fastapi import Request
 from opentelemetry.trace import SpanKind
 
 from remora.deployments.engine.messages import TokenDelta
 from remora.deployments.moves import precopy_job
 from remora.namespaces.hashing import chain_hashes
-from remora.namespaces.session_log import SessionState, cut_log
+from remora.namespaces.session_log import SessionState
 from remora.platform.base import telemetry_names as names
-from remora.platform.base.errors import InvalidRequest, RemoraError
+from remora.platform.base.errors import RemoraError
 from remora.platform.base.ids import ModelId, RequestId
 from remora.platform.base.telemetry import fail, inject, start_span
 from remora.platform.http.api_types import PromptTokensDetails, Usage
-from remora.platform.http.branch_request import BranchRequest
+from remora.platform.http.branch_request import BranchRequest, cut_parent
 from remora.platform.http.branch_run import BranchRun
 from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.disconnect import ClientGone
@@ -55,11 +54,7 @@ class Branches:
 
         Begins the request's span, whose parent the client may name.
         """
-        if num_tokens is not None:
-            if num_tokens > parent.num_tokens:
-                message = f"num_tokens: {num_tokens} is not 0 to {parent.num_tokens}."
-                raise InvalidRequest(message, field="num_tokens")
-            parent = msgspec.structs.replace(parent, **cut_log(parent, num_tokens))
+        parent = cut_parent(parent, num_tokens)
         self._services = services
         self._request = request
         self._parent = parent

@@ -18,12 +18,12 @@ from remora.deployments.moves import Moved, precopy_job
 from remora.deployments.session_context import SessionContext
 from remora.deployments.token_counts import TokenCounts
 from remora.namespaces.session_commands import ForkSession, MoveSession, SessionHead, ShowSession
-from remora.namespaces.session_log import ModelLog, SessionState, Turn, cut_log, pack_tokens, unpack_tokens
+from remora.namespaces.session_log import ModelLog, SessionState, Turn, pack_tokens, unpack_tokens
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import Conflict, InvalidRequest
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, SessionId
 from remora.platform.base.telemetry import inject, span
-from remora.platform.http.branch_request import ForkBody
+from remora.platform.http.branch_request import ForkBody, cut_parent
 from remora.platform.http.caller import Caller
 from remora.platform.http.services import Services, encode
 from remora.platform.http.session_prompt import rendered_behind
@@ -159,11 +159,7 @@ async def fork_to_model(
     model_id = caller.find_model(catalog, body.other_model or "")
     namespace_id = caller.find_namespace(catalog, model_id, body.other_namespace)
     state = (await ask(port, ShowSession(session_id=session_id, with_tokens=True), SessionHead)).state
-    if body.num_tokens is not None:
-        if body.num_tokens > state.num_tokens:
-            message = f"num_tokens: the session has {state.num_tokens} tokens, not {body.num_tokens}."
-            raise InvalidRequest(message, field="num_tokens")
-        state = msgspec.structs.replace(state, **cut_log(state, body.num_tokens))
+    state = cut_parent(state, body.num_tokens)
     log = await log_for(services, state, model_id, namespace_id)
     brought = await bring(services, state, log)
     command = ForkSession(
