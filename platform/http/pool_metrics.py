@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 
 from remora.cache_actors.pool_messages import PoolDescription
 from remora.namespaces.report import NamespaceReport
+from remora.platform.base.config_types import DEVICE_TIER
 from remora.platform.http.pool_documents import Pools
 
 _POOL_GAUGES: dict[str, tuple[str, Callable[[PoolDescription], float]]] = {
@@ -30,7 +31,6 @@ _POOL_GAUGES: dict[str, tuple[str, Callable[[PoolDescription], float]]] = {
     "remora_pool_restarts": ("Times the pool came back to its arena.", lambda pool: pool.num_restarts),
 }
 #: What a namespace holds is counted by where it lies; the device is the only place so far.
-_DEVICE = "device"
 _BY_NAMESPACE = ("pool", "namespace")
 _BY_TIER = (*_BY_NAMESPACE, "tier")
 _TIER_GAUGES: dict[str, tuple[str, Callable[[NamespaceReport], float]]] = {
@@ -73,28 +73,22 @@ def pool_metrics(pools: Pools) -> Iterator[Metric]:
         for pool_id, pool in pools.items()
         for report in pool.report.namespaces
     ]
-    for families, labels, tier in (
-        (_NAMESPACE_GAUGES, _BY_NAMESPACE, ()),
-        (_TIER_GAUGES, _BY_TIER, (_DEVICE,)),
+    kind: type[GaugeMetricFamily | CounterMetricFamily]
+    for kind, families, labels, tier in (
+        (GaugeMetricFamily, _NAMESPACE_GAUGES, _BY_NAMESPACE, ()),
+        (GaugeMetricFamily, _TIER_GAUGES, _BY_TIER, (DEVICE_TIER,)),
+        (CounterMetricFamily, _NAMESPACE_COUNTERS, _BY_NAMESPACE, ()),
+        (CounterMetricFamily, _TIER_COUNTERS, _BY_TIER, (DEVICE_TIER,)),
     ):
         for name, (text, value) in families.items():
-            gauge = GaugeMetricFamily(name, text, labels=labels)
+            family = kind(name, text, labels=labels)
             for where, report in namespaces:
-                gauge.add_metric((*where, *tier), value(report))
-            yield gauge
-    for families, labels, tier in (
-        (_NAMESPACE_COUNTERS, _BY_NAMESPACE, ()),
-        (_TIER_COUNTERS, _BY_TIER, (_DEVICE,)),
-    ):
-        for name, (text, value) in families.items():
-            counter = CounterMetricFamily(name, text, labels=labels)
-            for where, report in namespaces:
-                counter.add_metric((*where, *tier), value(report))
-            yield counter
+                family.add_metric((*where, *tier), value(report))
+            yield family
     evicted = CounterMetricFamily(
         "remora_namespace_evicted_blocks", "Blocks evicted, by cause.", labels=(*_BY_TIER, "cause")
     )
     for where, report in namespaces:
         for cause, count in report.evicted_blocks.items():
-            evicted.add_metric((*where, _DEVICE, cause), float(count))
+            evicted.add_metric((*where, DEVICE_TIER, cause), float(count))
     yield evicted
