@@ -27,7 +27,7 @@ from remora.platform.http.branch_request import BranchRequest, cut_parent
 from remora.platform.http.branch_run import BranchRun
 from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.disconnect import ClientGone
-from remora.platform.http.generation import TRACE_HEADER, new_response_id
+from remora.platform.http.generation import new_response_id, response_headers
 from remora.platform.http.services import Services
 
 logger = logging.getLogger(__name__)
@@ -181,9 +181,8 @@ class Branches:
         )
 
     def headers(self) -> dict[str, str]:
-        """Of the response: how to find the request in logs and traces."""
-        trace_id = self._span.get_span_context().trace_id
-        return {"x-remora-request-id": self.id, **({TRACE_HEADER: f"{trace_id:032x}"} if trace_id else {})}
+        """Of the response."""
+        return response_headers(self.id, self._span)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Stops whatever still runs. May be called twice."""

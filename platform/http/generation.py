@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from fastapi import Request
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import Span, SpanKind
 
 from remora.deployments.engine.messages import TokenDelta
 from remora.deployments.generation_job import GenerationJob
@@ -276,9 +276,8 @@ class Generation:
         return Usage(self.num_prompt_tokens, output, self.num_prompt_tokens + output, PromptTokensDetails(cached))
 
     def headers(self) -> dict[str, str]:
-        """Of the response: how to find the request in logs and traces."""
-        trace_id = self._span.get_span_context().trace_id
-        return {"x-remora-request-id": self.id, **({TRACE_HEADER: f"{trace_id:032x}"} if trace_id else {})}
+        """Of the response."""
+        return response_headers(self.id, self._span)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Stops whatever still runs and records the outcome. May be called twice."""
@@ -314,6 +313,12 @@ class Generation:
 def new_response_id(operation: str) -> str:
     """As OpenAI's: it says which endpoint has answered."""
     return f"{'chatcmpl' if operation == names.OPERATION_CHAT else 'cmpl'}-{uuid.uuid4().hex}"
+
+
+def response_headers(response_id: str, span: Span) -> dict[str, str]:
+    """How to find a request in logs and traces."""
+    trace_id = span.get_span_context().trace_id
+    return {"x-remora-request-id": response_id, **({TRACE_HEADER: f"{trace_id:032x}"} if trace_id else {})}
 
 
 def _outcome(error: BaseException | None) -> str:
