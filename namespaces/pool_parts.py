@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from remora.namespaces.blocks import Block, BlockLedger
+from remora.namespaces.blocks import BlockLedger
 from remora.namespaces.eviction import make_policy
 from remora.namespaces.extents import ExtentMap, GeometrySpace
 from remora.namespaces.hold_commands import MAX_HOLD_S, Held, Hold
@@ -127,11 +127,7 @@ class PoolParts:
         chain = self.holds.chains.get(command.hold_id)
         if chain is None and namespace is not None:
             self.holds.expire(self.now_s)
-            wanted = (command.fingerprint, namespace.domain)
-            found: list[Block] = []
-            for key, realm in self.index.realms.items():
-                if (key.fingerprint, key.domain) == wanted:
-                    found = max(found, PrefixIndex.match(realm, command.hashes, len(command.hashes)), key=len)
+            found = self.index.find(command.fingerprint, namespace.domain, command.hashes)
             found = found[: self.relocations.num_settled(found)]
             until_s = self.now_s + min(max(command.hold_s, 0.0), MAX_HOLD_S)
             chain = self.holds.begin(command.hold_id, found, until_s)

@@ -63,6 +63,14 @@ class PrefixIndex:
             parent = block
         return found
 
+    def find(self, fingerprint: bytes, domain: int, hashes: Sequence[BlockHash]) -> list[Block]:
+        """The longest cached prefix of a chain, for who knows the content that it wants but no geometry."""
+        found: list[Block] = []
+        for key, realm in self.realms.items():
+            if (key.fingerprint, key.domain) == (fingerprint, domain):
+                found = max(found, self.match(realm, hashes, len(hashes)), key=len)
+        return found
+
     def check_integrity(self) -> None:
         """Raises IntegrityError when an entry does not name a sealed block of its realm whose parent is indexed."""
         for realm in self.realms.values():

@@ -10,7 +10,6 @@ from remora.namespaces.adviser import CapacityAdvice
 from remora.namespaces.commands import ProcessIdentity
 from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.pool_parts import PoolParts
-from remora.namespaces.prefix_index import PrefixIndex
 from remora.namespaces.quotas import Namespace
 from remora.platform.base.ids import BlockHash, GeometryId, LeaseId, ModelId, NamespaceId, ReplicaId
 
@@ -122,14 +121,7 @@ def describe_leases(parts: PoolParts) -> tuple[LeaseReport, ...]:
 def count_blocks(parts: PoolParts, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
     """The longest cached prefix of a chain, in blocks, as a sequence of the namespace would find it."""
     namespace = parts.book.namespaces.get(namespace_id)
-    if namespace is None:
-        return 0
-    realms = [
-        realm
-        for key, realm in parts.index.realms.items()
-        if (key.fingerprint, key.domain) == (fingerprint, namespace.domain)
-    ]
-    return max((len(PrefixIndex.match(realm, hashes, len(hashes))) for realm in realms), default=0)
+    return 0 if namespace is None else len(parts.index.find(fingerprint, namespace.domain, hashes))
 
 
 def _advise(parts: PoolParts, namespace: Namespace) -> CapacityAdvice:
