@@ -95,7 +95,9 @@ class PoolState:
             case Trim():
                 return self._compaction.trim(command, now_s)
             case Hold():
-                return self._parts.hold(command)
+                held = self._parts.hold(command)
+                self._admission.pump(now_s)  # other holds may have run out
+                return held
             case Unhold(hold_ids=hold_ids):
                 num_ended = self._parts.holds.end(hold_ids)
                 self._admission.pump(now_s)

@@ -69,6 +69,16 @@ def test_a_hold_ends_by_itself_and_never_lasts_longer_than_it_may(driver: Driver
     assert unhold(driver, "short", "long") == 0
 
 
+def test_who_waits_for_memory_gets_it_when_the_next_reader_finds_that_a_hold_ran_out(driver: Driver) -> None:
+    replica = driver.lease()
+    replica.cache("one", "ns", prompt(8))
+    hold(replica, "lost", prompt(8), seconds=2.0)
+    assert isinstance(replica.admit("all", "ns", prompt(32, start=2)), Wait)
+    driver.now_s += 3.0
+    assert hold(replica, "next", prompt(8, start=5)).blocks == ()
+    assert [type(event).__name__ for event in replica.events()] == ["Granted"]
+
+
 def test_a_repeated_hold_gets_the_same_answer_also_from_a_pool_that_came_back(driver: Driver) -> None:
     replica = driver.lease()
     replica.cache("one", "ns", prompt(8))
