@@ -39,13 +39,19 @@ def choose_victims(
     """
     if asker is not None and asker.preempted:
         return [asker]
+    leaving = _Leaving()
     estimate = _Estimate(namespace, space, shortage.account)
-    turns = _Turns()
+    turns = _Turns(leaving)
+
+    def leave(sequence: Sequence) -> None:
+        for block in leaving.add(sequence):
+            estimate.count(block)
+            turns.count(block)
+
     candidates: list[Sequence] = []
     for sequence in running:
         if sequence.preempted:
-            estimate.add(sequence)
-            turns.leave(sequence)
+            leave(sequence)
         elif sequence.namespace is namespace:
             if asker is not None:
                 candidates.append(sequence)
@@ -63,7 +69,7 @@ def choose_victims(
     for sequence in turns.order(candidates, rank):
         if sequence is asker:
             return [asker]
-        estimate.add(sequence)
+        leave(sequence)
         chosen.append(sequence)
         if estimate.num_freed >= needed:
             return chosen
@@ -75,15 +81,14 @@ def choose_surplus(running: Iterable[Sequence], account: Namespace) -> list[Sequ
     priority first, then the most recently admitted. Nobody below it falls under its own guarantee if others can go."""
     surplus = account.tree_used_bytes - account.quota.limit_bytes
     left = {a: a.tree_used_bytes - a.guaranteed_bytes for s in running for a in s.namespace.accounts_against(account)}
-    dropped: dict[Block, int] = {}
+    leaving = _Leaving()
     chosen: list[Sequence] = []
 
     def drop(sequence: Sequence) -> int:
         freed = 0
-        for block in sequence.references():
-            dropped[block] = dropped.get(block, 0) + 1
+        for block in leaving.add(sequence):
             owner = block.holding.namespace
-            if dropped[block] == block.refs and account.contains(owner):
+            if account.contains(owner):
                 freed += block.holding.space.block_bytes
                 for each in owner.lineage():
                     left[each] = left.get(each, 0) - block.holding.space.block_bytes
@@ -112,29 +117,47 @@ def _may_go(owner: Namespace, namespace: Namespace, shortage: Shortage, entitled
     return owner.may_be_preempted_for(namespace) and (entitled is None or not entitled.contains(owner))
 
 
-class _Turns:
-    """Which namespace loses a sequence next, as one after the other goes."""
+class _Leaving:
+    """References that are gone with the sequences that go."""
 
     def __init__(self) -> None:
         self._dropped: dict[Block, int] = {}
+
+    def add(self, sequence: Sequence) -> list[Block]:
+        """The sequence goes. Returns the blocks that nobody references any more."""
+        freed: list[Block] = []
+        for block in sequence.references():
+            dropped = self._dropped[block] = self._dropped.get(block, 0) + 1
+            if dropped == block.refs:
+                freed.append(block)
+        return freed
+
+    def is_last(self, block: Block) -> bool:
+        """Whether one reference is left."""
+        return block.refs == self._dropped.get(block, 0) + 1
+
+
+class _Turns:
+    """Which namespace loses a sequence next, as one after the other goes."""
+
+    def __init__(self, leaving: _Leaving) -> None:
+        self._leaving = leaving
         #: Bytes that those who went used alone: of a namespace, and of it and all below it.
         self._gone: dict[Namespace, int] = {}
         self._gone_below: dict[Namespace, int] = {}
         #: Bytes that go with a candidate, as of when it became the next of its namespace.
         self._sizes: dict[Sequence, int] = {}
 
-    def leave(self, sequence: Sequence) -> None:
-        """The sequence goes."""
-        for block in sequence.references():
-            dropped = self._dropped[block] = self._dropped.get(block, 0) + 1
-            if dropped == block.refs:
-                owner, size = block.holding.namespace, block.holding.space.block_bytes
-                self._gone[owner] = self._gone.get(owner, 0) + size
-                for account in owner.lineage():
-                    self._gone_below[account] = self._gone_below.get(account, 0) + size
+    def count(self, block: Block) -> None:
+        """A block that nobody references any more."""
+        owner, size = block.holding.namespace, block.holding.space.block_bytes
+        self._gone[owner] = self._gone.get(owner, 0) + size
+        for account in owner.lineage():
+            self._gone_below[account] = self._gone_below.get(account, 0) + size
 
     def order(self, candidates: Iterable[Sequence], rank: Callable[[Sequence], Rank]) -> Iterator[Sequence]:
-        """By rank; those of one rank by turns of their namespaces."""
+        """By rank; those of one rank by turns of their namespaces. Each is expected to leave before the next is asked
+        for."""
         lines: dict[Namespace, list[Sequence]] = {}
         for sequence in sorted(candidates, key=lambda each: (rank(each), -each.admitted_no), reverse=True):
             lines.setdefault(sequence.namespace, []).append(sequence)
@@ -144,13 +167,13 @@ class _Turns:
             if not lines[owner]:
                 del lines[owner]
             yield sequence
-            self.leave(sequence)
 
     def _place(self, sequence: Sequence, rank: Callable[[Sequence], Rank]) -> tuple[Rank, tuple[float, ...], int]:
         owner = sequence.namespace
         size = self._sizes.get(sequence)
         if size is None:
-            num_blocks = sum(self._goes_with(block, owner) for block in sequence.references())
+            own = (block for block in sequence.references() if block.holding.namespace is owner)
+            num_blocks = sum(self._leaving.is_last(block) for block in own)
             size = self._sizes[sequence] = num_blocks * sequence.space.block_bytes
         left = [
             (size + self._gone_below.get(a, 0) + a.guaranteed_bytes - a.tree_used_bytes) / a.quota.weight
@@ -159,9 +182,6 @@ class _Turns:
         if owner.children:  # as in Namespace.standing
             left.append(float(size + self._gone.get(owner, 0) - owner.used_bytes))
         return rank(sequence), tuple(left), -sequence.admitted_no
-
-    def _goes_with(self, block: Block, owner: Namespace) -> bool:
-        return block.holding.namespace is owner and block.refs == self._dropped.get(block, 0) + 1
 
 
 class _Estimate:
@@ -173,18 +193,12 @@ class _Estimate:
         self.space = space
         self.account = account
         self.num_freed = 0
-        self._dropped: dict[Block, int] = {}
         self._free_elsewhere: dict[GeometrySpace, int] = {}
         #: Bytes that each account can still lose before it is down to its guarantee. Its cache is gone by then.
         self._excess: dict[Namespace, int] = {}
 
-    def add(self, sequence: Sequence) -> None:
-        for block in sequence.references():
-            dropped = self._dropped[block] = self._dropped.get(block, 0) + 1
-            if dropped == block.refs:
-                self._count(block)
-
-    def _count(self, block: Block) -> None:
+    def count(self, block: Block) -> None:
+        """A block that nobody references any more."""
         owner, space = block.holding.namespace, block.holding.space
         if self.account is not None:
             self.num_freed += self.account.contains(owner)
