@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from remora.namespaces.session_commands import ForkSession, MoveSession
-from remora.namespaces.session_log import Created, Forked, ModelChanged, OwnerChanged, SessionState, cut_log
+from remora.namespaces.session_log import (
+    Created,
+    Forked,
+    ModelChanged,
+    ModelLog,
+    OwnerChanged,
+    SessionState,
+    cut_log,
+)
 from remora.platform.base.ids import Epoch
 
 
 def forked(parent: SessionState, command: ForkSession, num_tokens: int, *, epoch: Epoch, at_s: float) -> Forked:
     """A new session with the first tokens of its parent, or with what another model makes of them."""
-    log = command.log
+    log = command.log or ModelLog(
+        version=parent.version,
+        model_id=parent.model_id,
+        namespace_id=parent.namespace_id,
+        **cut_log(parent, num_tokens),  # type: ignore[arg-type]
+    )
     created = Created(
         at_s=at_s,
         session_id=command.new_id,
-        model_id=parent.model_id if log is None else log.model_id,
-        namespace_id=parent.namespace_id if log is None else log.namespace_id,
+        model_id=log.model_id,
+        namespace_id=log.namespace_id,
         tenant=parent.tenant,
         ttl_s=parent.ttl_s,
         priority=parent.priority,
@@ -23,17 +36,15 @@ def forked(parent: SessionState, command: ForkSession, num_tokens: int, *, epoch
         call_id=command.call_id,
         context=parent.context,
     )
-    if log is None:
-        fields = cut_log(parent, num_tokens)
-    else:
-        fields = {name: getattr(log, name) for name in ("token_bytes", "turns", "edits", "pending")}
-    owner = parent.owner if log is None else command.owner
     return Forked(
         at_s=at_s,
         created=created,
         parent_id=parent.session_id,
-        owner=owner,
-        **fields,  # type: ignore[arg-type]
+        token_bytes=log.token_bytes,
+        turns=log.turns,
+        edits=log.edits,
+        pending=log.pending,
+        owner=parent.owner if command.log is None else command.owner,
     )
 
 
