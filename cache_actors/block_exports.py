@@ -34,6 +34,16 @@ def checksum(block: NDArray[np.uint8]) -> int:
     return zlib.crc32(block.data)
 
 
+def copy_blocks(data: NDArray[np.uint8], blocks: Sequence[int], into_NB: NDArray[np.uint8]) -> tuple[int, ...]:
+    """Copies blocks out of an arena; returns the checksum of each as it lay there."""
+    size, sums = into_NB.shape[1], []
+    for row, block in zip(into_NB, blocks, strict=True):
+        source = data[block * size : (block + 1) * size]
+        sums.append(checksum(source))
+        row[:] = source
+    return tuple(sums)
+
+
 def hold_command(command: Hold) -> Hold:
     """As a command of the pool itself, whoever sent it."""
     return msgspec.structs.replace(command, lease_id=POOL_LEASE, call_no=0)
@@ -62,9 +72,4 @@ async def read_blocks(pool: DurablePool, hold_id: HoldId, first: int, count: int
 
 def _copy(data: NDArray[np.uint8], blocks: Sequence[int], block_bytes: int) -> BlockBytes:
     data_NB = np.empty((len(blocks), block_bytes), np.uint8)
-    sums = []
-    for row, block in zip(data_NB, blocks, strict=True):
-        source = data[block * block_bytes : (block + 1) * block_bytes]
-        row[:] = source
-        sums.append(checksum(source))
-    return BlockBytes(data_NB, tuple(sums))
+    return BlockBytes(data_NB, copy_blocks(data, blocks, data_NB))

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from remora.cache_actors.block_exports import checksum
+from remora.cache_actors.block_exports import as_held, copy_blocks
 from remora.cache_actors.port import EngineCommand, LoadPath, OnAnswer, OnEvent
 from remora.namespaces.commands import (
     AddFormat,
@@ -154,8 +154,7 @@ class LocalDevice:
 
     def hold(self, command: Hold) -> LocalReader:
         """For readers of other pools (block_loader.SourcePool)."""
-        answer = self.apply(command)
-        return LocalReader(self, command.hold_id, answer if isinstance(answer, Held) else Held())
+        return LocalReader(self, command.hold_id, as_held(self.apply(command)))
 
     def generation(self, lease_slot: int) -> int:
         return self._generations.get(lease_slot, 0)
@@ -199,12 +198,10 @@ class LocalReader:
         self._device, self._hold_id, self._held = device, hold_id, held
 
     def read(self, first: int, into_NB: NDArray[np.uint8]) -> tuple[int, ...]:
-        size, data = self.block_bytes, self._device.data
-        for row, block in zip(into_NB, self._held.blocks[first : first + len(into_NB)], strict=True):
-            row[:] = data[block * size : (block + 1) * size]
+        sums = copy_blocks(self._device.data, self._held.blocks[first : first + len(into_NB)], into_NB)
         if not self._device.state.held(self._hold_id).blocks:
             raise Unavailable("its blocks were not held until they were copied")
-        return tuple(checksum(row) for row in into_NB)
+        return sums
 
     def close(self) -> None:
         self._device.apply(Unhold(lease_id=LeaseId(""), hold_ids=(self._hold_id,)))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from remora.cache_actors.arena import Arena
-from remora.cache_actors.block_exports import BlockBytes, checksum
+from remora.cache_actors.block_exports import BlockBytes, copy_blocks
 from remora.cache_actors.block_loader import HeldReader
 from remora.cache_actors.cluster_names import ray_namespace
 from remora.cache_actors.pool_messages import HoldReply
@@ -105,14 +105,10 @@ class MappedBlocks:
     def read(self, first: int, into_NB: NDArray[np.uint8]) -> tuple[int, ...]:
         if self._arena is None:
             self._arena = Arena.open(Path(self._reply.arena_path), writable=False)
-        size, sums = self.block_bytes, []
-        for row, block in zip(into_NB, self._reply.held.blocks[first : first + len(into_NB)], strict=True):
-            source = self._arena.data[block * size : (block + 1) * size]
-            sums.append(checksum(source))
-            row[:] = source
+        sums = copy_blocks(self._arena.data, self._reply.held.blocks[first : first + len(into_NB)], into_NB)
         if self._arena.header.incarnation != self._reply.incarnation or time.monotonic() >= self._reply.held.until_s:
             raise Unavailable("its blocks were not held until they were copied")
-        return tuple(sums)
+        return sums
 
     def close(self) -> None:
         if self._arena is not None:
