@@ -136,7 +136,7 @@ def test_a_block_with_a_wrong_checksum_is_computed_with_all_behind_it(pools: Poo
     assert pools.second.engine.stats().num_damaged_blocks == 1
 
 
-def test_a_hold_that_runs_out_during_the_copy_is_noticed(pools: Pools) -> None:
+def test_case_12_what_was_not_held_until_it_was_copied_is_computed(pools: Pools) -> None:
     device = pools.first.pool.device
 
     def lose(first: int, into_NB: NDArray[np.uint8]) -> None:
@@ -166,7 +166,7 @@ def assert_set(gate: threading.Event) -> None:
     assert gate.wait(20)
 
 
-def test_a_request_that_is_cancelled_during_its_load_leaves_nothing_and_nobody_gets_its_late_blocks(
+def test_case_18_a_request_that_is_cancelled_during_its_load_leaves_nothing_and_nobody_gets_its_late_blocks(
     pools: Pools,
 ) -> None:
     gate = threading.Event()
