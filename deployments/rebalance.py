@@ -127,8 +127,8 @@ class Rebalance:
 
     def _behind(self, now_s: float, replicas: Sequence[ReplicaReport]) -> Iterator[tuple[MoveCause, ReplicaReport]]:
         """Those that are the furthest behind first."""
+        least = min((each.behind_tokens for each in replicas), default=0)
         for source in sorted(replicas, key=lambda each: -each.behind_tokens):
-            least = min(each.behind_tokens for each in replicas)
             if source.replica_id in self._giving and not self._exceeds(source, least, giving=True):
                 self._giving.discard(source.replica_id)
             reason = self._exceeds(source, least, giving=source.replica_id in self._giving)
@@ -137,11 +137,14 @@ class Rebalance:
                 yield "load", source
 
     def _exceeds(self, source: ReplicaReport, behind_tokens: int, *, giving: bool) -> bool:
+        return source.behind_tokens >= self._bound(behind_tokens, giving=giving)
+
+    def _bound(self, behind_tokens: int, *, giving: bool) -> float:
+        """From how many tokens on a replica gives to one that is behind so many."""
         config = self._config
-        ratio, gap = (config.stop_ratio, config.min_gap_tokens / 2) if giving else (
-            config.start_ratio, config.min_gap_tokens
-        )  # fmt: skip
-        return source.behind_tokens >= ratio * behind_tokens + gap
+        if giving:
+            return config.stop_ratio * behind_tokens + config.min_gap_tokens / 2
+        return config.start_ratio * behind_tokens + config.min_gap_tokens
 
     def _lasts(self, cause: MoveCause, source: ReplicaReport, reason: bool, now_s: float) -> bool:
         key = (cause, source.replica_id)
@@ -167,8 +170,7 @@ class Rebalance:
                 each
                 for each in requests
                 if 2 * self._num_routers * each.num_tokens <= free_tokens.get((target.pool_id, each.namespace_id), 0)
-                and target.behind_tokens + each.num_tokens
-                <= self._config.stop_ratio * source.behind_tokens + self._config.min_gap_tokens / 2
+                and target.behind_tokens + each.num_tokens <= self._bound(source.behind_tokens, giving=True)
             ]
             if fitting:
                 return Decision(_best(fitting).request_id, target.replica_id, "memory")
