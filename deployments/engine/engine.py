@@ -123,15 +123,10 @@ class Engine:
 
     def load(self) -> LoadReport:
         """What is in work and in the queue now."""
-        waiting = {Phase.WAITING: 0, Phase.ADMITTING: 0, Phase.PARKED: 0}
-        for live in list(self._book.live.values()):
-            for sequence in live.sequences:
-                if sequence.phase in waiting:
-                    waiting[sequence.phase] += sequence.num_tokens
         return LoadReport(
             load_tokens=self._book.counters.load_tokens,
-            waiting_tokens=sum(waiting.values()),
-            parked_tokens=waiting[Phase.PARKED],
+            waiting_tokens=self._scheduler.waiting_tokens,
+            parked_tokens=self._scheduler.parked_tokens,
         )
 
     def start(self) -> None:

@@ -390,5 +390,8 @@ class RequestBook:
         load = sum(sequence.num_tokens for sequence in sequences if sequence.phase is not Phase.FINISHED)
         if load != self.counters.load_tokens:
             raise IntegrityError(f"live sequences have {load} tokens, {self.counters.load_tokens} are counted")
+        queued = sum(sequence.num_tokens for sequence in sequences if sequence.phase is Phase.WAITING)
+        if queued != self._scheduler.waiting.num_tokens:
+            raise IntegrityError(f"queued ones have {queued} tokens, {self._scheduler.waiting.num_tokens} are counted")
         for sequence in sequences:
             sequence.check_integrity()

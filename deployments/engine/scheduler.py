@@ -44,6 +44,17 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.admitting) + len(self.parked)
 
+    @property
+    def parked_tokens(self) -> int:
+        """Of sequences that wait for memory at the pool. May be asked from any thread, like waiting_tokens."""
+        return sum(sequence.num_tokens for sequence in list(self.parked))
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of sequences that wait for a slot or for memory."""
+        admitting_tokens = sum(sequence.num_tokens for sequence in list(self.admitting))
+        return self.parked_tokens + admitting_tokens + self.waiting.num_tokens
+
     # ---- phases
 
     def enqueue(self, sequence: Sequence) -> None:

@@ -32,6 +32,8 @@ class WaitingQueue:
         self._service: dict[NamespaceId, float] = {}
         self._num_live: dict[NamespaceId, int] = {}
         self._num_waiting = 0
+        #: Of all that wait here: a log grows only while it runs.
+        self.num_tokens = 0
         self._next_arrival_no = 0
 
     def __len__(self) -> int:
@@ -66,6 +68,7 @@ class WaitingQueue:
         has run already before all that have not."""
         queue = self._queues.setdefault(sequence.priority, {}).setdefault(sequence.namespace_id, deque())
         self._num_waiting += 1
+        self.num_tokens += sequence.num_tokens
         if sequence.arrival_no == 0:
             self._next_arrival_no += 1
             sequence.arrival_no = self._next_arrival_no
@@ -121,6 +124,7 @@ class WaitingQueue:
 
     def _forget_empty(self, taken: Sequence) -> None:
         self._num_waiting -= 1
+        self.num_tokens -= taken.num_tokens
         queues = self._queues[taken.priority]
         if not queues[taken.namespace_id]:
             del queues[taken.namespace_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine_support import BLOCK_TOKENS, Harness, expected_greedy
 
+from remora.deployments.engine.messages import LoadReport
 from remora.namespaces.commands import Admit
 
 
@@ -184,7 +185,10 @@ def test_one_of_a_namespace_waits_at_the_pool_and_it_is_the_most_urgent(harness)
     urgent = one.submit("u" * 40, max_tokens=3, priority=1)
     one.step(3)
     assert (one.engine.stats().num_parked, one.engine.stats().num_waiting) == (1, 4)
+    (running,) = one.engine._scheduler.running
+    assert one.engine.load() == LoadReport(load_tokens=160 + running.num_tokens, waiting_tokens=160, parked_tokens=40)
     one.finish()
+    assert one.engine.load() == LoadReport()
     assert order_of_ends(one) == [first, urgent, *others]
 
 
