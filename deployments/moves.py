@@ -24,7 +24,6 @@ import msgspec
 
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.generation_job import GenerationJob
-from remora.deployments.placement import Candidate, affinity_key, place
 from remora.deployments.request_stream import RequestStream
 from remora.deployments.router_stats import MoveReason
 from remora.deployments.token_counts import TokenCounts
@@ -238,7 +237,8 @@ class Moves:
                 if stream.replica_id != replica_id or not candidates:
                     return
                 try:
-                    await self.move(stream, self._choose(stream, candidates), "drain")
+                    target = self._core.placer.place(stream, candidates).replica_id
+                    await self.move(stream, target, "drain")
                 except RemoraError as error:
                     self._core.stats.move_failed(stream.request.model_id, "drain")
                     logger.info("request %s stays at %s: %s", stream.request_id, replica_id, error)
@@ -249,10 +249,6 @@ class Moves:
 
     def _emptied(self, replica_id: ReplicaId, _task: asyncio.Task[None]) -> None:
         self._draining.pop(replica_id, None)
-
-    def _choose(self, stream: RequestStream, candidates: list[Candidate]) -> ReplicaId:
-        key = affinity_key(stream.request.namespace_id, stream.request.block_hashes)
-        return place(key, candidates, stream.load_tokens).replica_id
 
     async def stop(self) -> None:
         """Gives up what is being drained."""

@@ -30,17 +30,20 @@ class Placer:
     def choose(self, stream: RequestStream, candidates: Sequence[Candidate]) -> tuple[Choice, int]:
         """The replica for the request's next attempt, and how many blocks of its prompt are believed to be there; tells
         the stream which other pool may have them."""
-        request = stream.request
-        overlap = {each.pool_id: self._num_cached(each.pool_id, stream) for each in candidates}
         if stream.target is not None and any(each.replica_id == stream.target for each in candidates):
             choice = Choice(stream.target, "moved")
         else:
-            key = affinity_key(request.namespace_id, request.block_hashes)
-            choice = place(key, candidates, stream.load_tokens, stream.owner, overlap)
+            choice = self.place(stream, candidates)
         pool_id = next(each.pool_id for each in candidates if each.replica_id == choice.replica_id)
         places = (stream.last_replica_id, stream.owner, choice.home)
         stream.kv_source = self.sources.find(places, pool_id)
-        return choice, overlap[pool_id]
+        return choice, self._num_cached(pool_id, stream)
+
+    def place(self, stream: RequestStream, candidates: Sequence[Candidate]) -> Choice:
+        """Where the request would go by itself, wherever it is wanted."""
+        key = affinity_key(stream.request.namespace_id, stream.request.block_hashes)
+        overlap = {pool_id: self._num_cached(pool_id, stream) for pool_id in {each.pool_id for each in candidates}}
+        return place(key, candidates, stream.load_tokens, stream.owner, overlap)
 
     def learn(self, card: ModelCard | None, stream: RequestStream, delta: TokenDelta) -> None:
         """From the first delta of an attempt at the card's replica: the prompt is computed there, and so much of it had

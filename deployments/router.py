@@ -227,14 +227,14 @@ class RouterCore:
     def _assign(self, stream: RequestStream) -> None:
         """Gives a waiting request to a replica, if there is one."""
         request = stream.request
-        connected = self._connected(request.model_id)
-        if not connected:
+        candidates = self.candidates(request.model_id)
+        if not candidates:
             return
         attributes = {names.REMORA_REQUEST_ID: stream.attempt_id, names.REMORA_NAMESPACE: request.namespace_id}
         if request.session_id is not None:
             attributes[names.REMORA_SESSION_ID] = request.session_id
         with span(names.ROUTER_ROUTE, attributes, parent=request.trace_context) as route:
-            choice, num_blocks = self.placer.choose(stream, [each.candidate() for each in connected])
+            choice, num_blocks = self.placer.choose(stream, candidates)
             route.set_attribute(names.REMORA_REPLICA_ID, choice.replica_id)
             route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)
             route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)

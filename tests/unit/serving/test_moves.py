@@ -206,6 +206,23 @@ async def test_a_draining_replica_is_left_and_gets_nothing_new(
     assert {request.request_id for request in first.submitted}.isdisjoint({"new"})
 
 
+async def test_a_request_leaves_a_draining_replica_for_another_of_the_pool_that_has_its_blocks(
+    cluster: Any, make_replica: Any
+) -> None:
+    drained, near = make_replica("a", pool="p"), make_replica("b", pool="p")
+    far = [make_replica(f"far-{index}", pool=f"far-{index}") for index in range(9)]
+    await cluster.add(drained, near, *far)
+    made = dataclasses.replace(job(prompt=tuple(range(40))), target=drained.replica_id)
+    stream = await cluster.core.open(made)
+    await cluster.settle(lambda: bool(drained.running))
+    await drained.step()
+    await cluster.settle(lambda: stream.log.num_tokens == 1)
+    cluster.publish(draining=[drained.replica_id])
+    await cluster.settle(lambda: bool(near.running))
+    assert not any(replica.submitted for replica in far), "nothing is copied"
+    stream.close()
+
+
 async def test_a_session_goes_to_its_last_replica_unless_that_is_loaded(cluster: Any, make_replica: Any) -> None:
     replicas = [make_replica(name, pool=name) for name in "abc"]
     await cluster.add(*replicas)
