@@ -8,8 +8,9 @@ parent's log ─┬─ fork ─ turn ─┐                           ┌─► 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastapi import Request
 from opentelemetry.trace import SpanKind
@@ -109,25 +110,29 @@ class Branches:
         self._num_running -= sum(deltas is None for _, deltas in events)
         return events
 
-    async def _prepare(self, run: BranchRun, span_headers: dict[str, str]) -> None:
+    @contextlib.contextmanager
+    def _ending_only(self, run: BranchRun) -> Iterator[None]:
+        """What ends one branch ends no other."""
         try:
-            await run.prepare(self._request, self._operation, f"{self.id}-{run.index}", span_headers)
-        except RemoraError as error:
-            run.finish(error)
-
-    async def _run(self, run: BranchRun) -> None:
-        """Moves one branch's deltas into the common sequence. What ends one branch ends no other."""
-        try:
-            if run.error is None:
-                await run.start()
-                while deltas := await run.next_deltas():
-                    self._events.put_nowait((run, deltas))
-                run.finish()
+            yield
         except RemoraError as error:
             run.finish(error)
         except Exception as error:
             logger.exception("branch %d of %s failed", run.index, self.id)
             run.finish(RemoraError(str(error)))
+
+    async def _prepare(self, run: BranchRun, span_headers: dict[str, str]) -> None:
+        with self._ending_only(run):
+            await run.prepare(self._request, self._operation, f"{self.id}-{run.index}", span_headers)
+
+    async def _run(self, run: BranchRun) -> None:
+        """Moves one branch's deltas into the common sequence."""
+        with self._ending_only(run):
+            if run.error is None:
+                await run.start()
+                while deltas := await run.next_deltas():
+                    self._events.put_nowait((run, deltas))
+                run.finish()
         self._events.put_nowait((run, None))
 
     async def _compute_common(self, runs: Sequence[BranchRun]) -> None:

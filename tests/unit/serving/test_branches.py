@@ -10,6 +10,8 @@ import pytest
 from openai import AsyncOpenAI, AsyncStream
 from openai.types.chat import ChatCompletionChunk
 
+from remora.platform.http import branch_run
+
 ASK = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 4}
 FORK = "/v1/sessions/s/fork"
 
@@ -126,6 +128,23 @@ async def test_what_ends_one_branch_ends_no_other_and_leaves_no_session(http: An
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["error", "length"]
     assert whole["branches"][0]["error"]["param"] == "id"
     assert await log_of(http, "s") == parent
+
+
+async def test_a_fault_of_ours_in_one_branch_ends_no_other(
+    http: Any, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = branch_run.chat_prompt
+
+    async def faulty(tokenizer: Any, body: Any, log: Any) -> Any:
+        if body.seed == 1:
+            raise ValueError("a fault")
+        return await render(tokenizer, body, log)
+
+    monkeypatch.setattr(branch_run, "chat_prompt", faulty)
+    whole = await post(http, FORK, {**ASK, "branches": [{"seed": 1}, {"seed": 2, "session_id": "good"}]})
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["error", "length"]
+    assert [each["session_id"] for each in whole["branches"]] == [None, "good"]
+    assert set(await sessions(http)) == {"s", "good"}
 
 
 @pytest.mark.parametrize("stream", [True, False])
