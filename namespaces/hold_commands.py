@@ -8,8 +8,6 @@ Commands of the pool itself, made for readers that have no lease there: replicas
 
 from __future__ import annotations
 
-import msgspec
-
 from remora.namespaces.command_base import Answer, Command
 from remora.platform.base.ids import BlockHash, HoldId, NamespaceId
 
@@ -47,13 +45,3 @@ class Held(Answer, frozen=True, kw_only=True, tag=True):
 
 class Unheld(Answer, frozen=True, kw_only=True, tag=True):
     num_ended: int
-
-
-class HeldBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """A hold as a pool keeps it in its snapshot."""
-
-    hold_id: HoldId
-    until_s: float
-    #: Number of the geometry, and block indices.
-    space_order: int
-    blocks: tuple[int, ...]

@@ -13,7 +13,6 @@ from remora.namespaces.blocks import Block
 from remora.namespaces.commands import Admit, AnyAnswer, AnyEvent, Attach, Attached, Quota, SetQuota
 from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.geometry import KVGeometry, KVPrecision
-from remora.namespaces.hold_commands import HeldBlocks
 from remora.namespaces.holds import HeldChain
 from remora.namespaces.leases import Lease
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
@@ -23,7 +22,7 @@ from remora.namespaces.relocation import Place, Relocation
 from remora.namespaces.sequences import Claim, Sequence
 from remora.namespaces.waiting import Blocked, Parked
 from remora.platform.base.errors import JournalError
-from remora.platform.base.ids import BlockHash, Epoch, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
+from remora.platform.base.ids import BlockHash, Epoch, HoldId, LeaseId, ModelId, NamespaceId, SequenceId, SessionId
 
 _MAGIC = b"remora-pool-snapshot-7\n"
 
@@ -108,6 +107,13 @@ class _Relocation(_Record, frozen=True, array_like=True):
     position: int = -1
 
 
+class _HeldChain(_Record, frozen=True, array_like=True):
+    hold_id: HoldId
+    space_order: int
+    blocks: list[int]
+    until_s: float
+
+
 class _Pool(_Record, frozen=True, array_like=True):
     config: PoolStateConfig
     spaces: list[_Space]
@@ -127,7 +133,7 @@ class _Pool(_Record, frozen=True, array_like=True):
     sessions: list[tuple[SessionId, Epoch]]
     session_tails: dict[SessionId, tuple[RealmKey, BlockHash]]
     relocations: list[_Relocation]
-    holds: list[HeldBlocks]
+    holds: list[_HeldChain]
     gathered_s: float
     now_s: float
 
@@ -192,8 +198,7 @@ def _freeze(parts: PoolParts) -> _Pool:
         session_tails=parts.sessions.tails,
         relocations=[_freeze_relocation(move) for move in parts.relocations.moves],
         holds=[
-            HeldBlocks(hold_id=hold_id, until_s=held.until_s, space_order=held.space.order,
-                       blocks=tuple([block.index for block in held.blocks]))
+            _HeldChain(hold_id, held.space.order, [block.index for block in held.blocks], held.until_s)
             for hold_id, held in parts.holds.chains.items()
         ],
         gathered_s=parts.relocations.gathered_s,
