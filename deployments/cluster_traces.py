@@ -91,26 +91,33 @@ class ClusterTraces:
 
     async def search(self, query: TraceQuery) -> Found[TraceSummary]:
         """Newest first, of all nodes together."""
-        matching, silent = await self._ask(lambda node: node.search(query))
-        newest = merge_summaries(each.summaries for each in _one_a_folder(matching))[: query.limit]
+        nodes = await self._all_nodes()
+        matching = await self._ask(nodes, lambda node: node.search(query))
+        newest = merge_summaries(each.summaries for each in _one_a_folder(matching.values()))[: query.limit]
         if len(matching) == 1:
-            return Found(newest, silent)
+            return Found(newest, _without(nodes, matching))
         keys = [(each.trace_id, each.namespace) for each in newest]
-        parts, also_silent = await self._ask(lambda node: node.summaries(keys))
-        merged = merge_summaries(each.summaries for each in _one_a_folder(parts))
-        return Found(merged, tuple(sorted({*silent, *also_silent})))
+        # Not those that were silent: an answer would take as long again.
+        parts = await self._ask(matching, lambda node: node.summaries(keys))
+        merged = merge_summaries(each.summaries for each in _one_a_folder(parts.values()))
+        return Found(merged, _without(nodes, parts))
 
     async def spans(self, trace_id: str, namespaces: frozenset[str] | None) -> Found[StoredSpan]:
         """All spans of a trace by start time, of these namespaces; empty when there are none."""
-        parts, silent = await self._ask(lambda node: node.spans(trace_id, namespaces))
-        return Found(merge_spans(parts), silent)
+        nodes = await self._all_nodes()
+        parts = await self._ask(nodes, lambda node: node.spans(trace_id, namespaces))
+        return Found(merge_spans(parts.values()), _without(nodes, parts))
 
-    async def _ask(self, question: Callable[[NodeTraces], Awaitable[Result]]) -> tuple[list[Result], tuple[str, ...]]:
-        """Answers of the nodes that answer in time, and the others."""
-        wanted = sorted({self._own_node_id, *await self._list_nodes()})
+    async def _all_nodes(self) -> list[str]:
+        return sorted({self._own_node_id, *await self._list_nodes()})
+
+    async def _ask(
+        self, nodes: Iterable[str], question: Callable[[NodeTraces], Awaitable[Result]]
+    ) -> dict[str, Result]:
+        """Answers of the nodes that answer in time."""
+        wanted = list(nodes)
         answers = await asyncio.gather(*(self._ask_one(node_id, question) for node_id in wanted))
-        silent = tuple(node_id for node_id, answer in zip(wanted, answers, strict=True) if answer is None)
-        return [answer for answer in answers if answer is not None], silent
+        return {node_id: answer for node_id, answer in zip(wanted, answers, strict=True) if answer is not None}
 
     async def _ask_one(self, node_id: str, question: Callable[[NodeTraces], Awaitable[Result]]) -> Result | None:
         try:
@@ -125,6 +132,11 @@ class ClusterTraces:
                 self._nodes.pop(node_id, None)
             logger.warning("node %s cannot say what traces it has: %s", node_id, str(error).partition("\n")[0])
         return None
+
+
+def _without(nodes: Iterable[str], answers: Collection[str]) -> tuple[str, ...]:
+    """The nodes that have not answered."""
+    return tuple(node_id for node_id in nodes if node_id not in answers)
 
 
 def _one_a_folder(found: Iterable[FoundSummaries]) -> Iterable[FoundSummaries]:

@@ -44,6 +44,8 @@ def write(folder: Path, trace: str, span_id: str, start_ms: int, end_ms: int, **
 class Hanging:
     """A node that is there and does not answer."""
 
+    num_asked = 0
+
     async def search(self, query: TraceQuery) -> FoundSummaries:
         return await self._never()
 
@@ -54,6 +56,7 @@ class Hanging:
         return await self._never()
 
     async def _never(self) -> Any:
+        self.num_asked += 1
         await asyncio.Event().wait()
 
 
@@ -110,8 +113,10 @@ async def test_a_silent_node_is_named_and_does_not_hold_the_others_up(tmp_path: 
     here, there = tmp_path / "a", tmp_path / "b"
     write(here, "1", "root", 0, 10)
     write(there, "1", "engine.decode", 2, 8)
-    found = traces(here, {"b": LocalTraces(there), "lost": Hanging()}, timeout_s=0.5)
+    lost = Hanging()
+    found = traces(here, {"b": LocalTraces(there), "lost": lost}, timeout_s=0.5)
     listed = await found.search(EVERYTHING)
+    assert lost.num_asked == 1
     assert ([each.num_spans for each in listed.items], listed.silent_nodes) == ([2], ("lost",))
     shown = await found.spans("1" * 32, None)
     assert (len(shown.items), shown.silent_nodes) == (2, ("lost",))
