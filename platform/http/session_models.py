@@ -133,6 +133,7 @@ async def bring(services: Services, state: SessionState, log: ModelLog) -> Moved
     }
     with span(names.MIGRATE_PRECOPY, attributes) as precopy:
         replica = _least_loaded(services, log.model_id)
+        precopy.set_attribute(names.REMORA_REPLICA_ID, replica)
         tokens = TokenCounts()
         if token_ids:
             tokens = await core.moves.precopy(
