@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch
 from remora.kernels.layout import BlockLayout
-from remora.kernels.native.library import DTYPES, ArenaStruct, StepStruct, load_library
+from remora.kernels.native.library import ArenaStruct, StepStruct, load_library
 from remora.kernels.reference.reencode import check_reencode
 from remora.platform.base.errors import KernelError
 
@@ -60,17 +60,9 @@ def _arena_struct(memory: KVMemory, layout: BlockLayout) -> ArenaStruct:
         raise KernelError(f"head_dim {layout.head_dim}: native attention serves multiples of 16 up to 256")
     if layout.block_tokens % 16 or CHUNK_TOKENS % layout.block_tokens:
         raise KernelError(f"block_tokens {layout.block_tokens}: native attention serves 16, 32, 64, 128, 256 and 512")
-    return ArenaStruct(
-        data=memory.data.ctypes.data,
-        data_bytes=memory.data.nbytes,
-        block_bytes=layout.block_bytes,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        block_tokens=layout.block_tokens,
-        k_dtype=DTYPES[layout.precisions[0]],
-        v_dtype=DTYPES[layout.precisions[1]],
-    )
+    arena = ArenaStruct.of(layout)
+    arena.point_at(memory.data)
+    return arena
 
 
 def _step_struct(batch: StepBatch, memory: KVMemory, layout: BlockLayout) -> StepStruct:

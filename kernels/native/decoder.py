@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from remora.kernels.base import DecoderShape, KVMemory, Weights
 from remora.kernels.batch import StepBatch
 from remora.kernels.grouped import GroupedTensor, group_rows
-from remora.kernels.layout import BlockLayout
+from remora.kernels.layout import BlockLayout, Layouts
 from remora.kernels.native.library import (
     DTYPES,
     LEVELS,
@@ -59,8 +59,8 @@ class NativeDecoder:
         """
         self._library = load_library()
         self._functions = self._library.functions
-        self._shape, self._geometry = shape, geometry
-        self._arenas = {geometry: _arena_struct(shape, geometry)}
+        self._shape, self._layouts = shape, Layouts(geometry)
+        self._arenas = {geometry: _arena_struct(shape, self._layouts.own)}
         self._step = StepStruct()
         cores = worker_cores(num_threads)
         self._handle = self._functions.remora_decoder_create(
@@ -145,9 +145,7 @@ class NativeDecoder:
     def _arena_of(self, geometry: KVGeometry) -> ArenaStruct:
         arena = self._arenas.get(geometry)
         if arena is None:
-            if not self._geometry.differs_in_precision_only(geometry):
-                raise KernelError(f"memory of geometry {geometry}, decoder of {self._geometry}")
-            arena = self._arenas[geometry] = _arena_struct(self._shape, geometry)
+            arena = self._arenas[geometry] = _arena_struct(self._shape, self._layouts.find(geometry))
         return arena
 
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
@@ -157,7 +155,7 @@ class NativeDecoder:
         vocabulary or a geometry as in check_geometry. Marks sequences in `batch.not_finite_S`.
         """
         arena = self._arena_of(memory.geometry)
-        arena.data, arena.data_bytes = memory.data.ctypes.data, memory.data.nbytes
+        arena.point_at(memory.data)
         self._point_at(batch)
         batch.not_finite_S[: batch.num_sequences] = 0
         logits = self._functions.remora_decoder_run(self._handle, ctypes.byref(self._step), ctypes.byref(arena))
@@ -204,19 +202,9 @@ def _shape_struct(shape: DecoderShape, *, tied_head: bool) -> ShapeStruct:
     )
 
 
-def _arena_struct(shape: DecoderShape, geometry: KVGeometry) -> ArenaStruct:
+def _arena_struct(shape: DecoderShape, layout: BlockLayout) -> ArenaStruct:
     """The part of the arena that stays the same. Raises KernelError when the geometry does not fit the shape."""
-    BlockLayout(geometry)  # raises for what no kernel serves
-    group = geometry.groups[0]
-    fits = (group.num_layers, group.num_kv_heads, group.head_dim)
+    fits = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
     if fits != (shape.num_layers, shape.num_kv_heads, shape.head_dim):
-        raise KernelError(f"KV geometry {geometry} does not fit {shape}")
-    return ArenaStruct(
-        block_bytes=geometry.block_bytes,
-        num_layers=group.num_layers,
-        num_kv_heads=group.num_kv_heads,
-        head_dim=group.head_dim,
-        block_tokens=geometry.block_tokens,
-        k_dtype=DTYPES[group.k_precision],
-        v_dtype=DTYPES[group.v_precision],
-    )
+        raise KernelError(f"KV geometry {layout.geometry} does not fit {shape}")
+    return ArenaStruct.of(layout)

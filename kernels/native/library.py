@@ -9,10 +9,16 @@ import ctypes
 import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from remora.kernels.native.build import LIBRARY_NAME
 from remora.platform.base.errors import KernelError
+
+if TYPE_CHECKING:
+    from remora.kernels.layout import BlockLayout
 
 _INTERFACE_VERSION = 2
 #: Path of another build of the library, such as the emulated one of the tests.
@@ -100,6 +106,23 @@ class ArenaStruct(Structure):
         ("k_dtype", c_int32),
         ("v_dtype", c_int32),
     ]
+
+    @classmethod
+    def of(cls, layout: BlockLayout) -> ArenaStruct:
+        """What blocks of this layout are, before `point_at` says where they lie."""
+        k, v = layout.precisions
+        return cls(
+            block_bytes=layout.block_bytes,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_tokens=layout.block_tokens,
+            k_dtype=DTYPES[k],
+            v_dtype=DTYPES[v],
+        )
+
+    def point_at(self, data: NDArray[np.uint8]) -> None:
+        self.data, self.data_bytes = data.ctypes.data, data.nbytes
 
 
 _FLOATS = POINTER(c_float)
