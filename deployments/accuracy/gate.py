@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from remora.deployments.accuracy.measure import Accuracy
-from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.geometry import QUANTISED, KVGeometry
 from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import ModelError
 
@@ -113,7 +113,7 @@ def check_gate(
     whose = f"namespaces.{namespace} (model {model.name})" if namespace else f"models.{model.name}"
     verdict = VerdictStore(state_dir).load(fingerprint)
     if verdict is None:
-        if {model.weights, group.k_precision, group.v_precision} & {"int8", "int5", "int4"}:
+        if {model.weights, group.k_precision, group.v_precision} & QUANTISED:
             _log.warning(
                 "model %s: the accuracy of %s was never measured here; run `remora accuracy`", model.name, words
             )
