@@ -14,8 +14,9 @@ import numpy as np
 from remora.kernels.batch import StepBatch
 from remora.kernels.cuda.attention_plan import CHUNK_TOKENS, AttentionPlan
 from remora.kernels.cuda.device import Device, value_type
+from remora.kernels.cuda.operations import row_macros
 from remora.kernels.cuda.place import Place
-from remora.kernels.cuda.source import KV_FORMATS, VALUE_TYPES, CudaSource
+from remora.kernels.cuda.source import VALUE_TYPES, CudaSource
 from remora.kernels.layout import BlockLayout
 from remora.namespaces.geometry import row_bytes
 from remora.platform.base.errors import KernelError
@@ -101,8 +102,7 @@ def paged_attention(
     head_dim, rows = layout.head_dim, step.plan.tile_rows
     if tuple(q_TQD.shape[1:]) != (num_heads, head_dim) or value_type(out_TQD) != value_type(q_TQD):
         raise KernelError(f"queries {tuple(q_TQD.shape)} and outputs {out_TQD.dtype} do not fit head_dim {head_dim}")
-    k, v = (KV_FORMATS[precision] for precision in layout.precisions)
-    source = CudaSource.of("paged_attention", HEAD_DIM=head_dim, ROWS=rows, K_FORMAT=k, V_FORMAT=v, VALUE_TYPE=value)
+    source = CudaSource.of("paged_attention", ROWS=rows, VALUE_TYPE=value, **row_macros(layout))
     address = device.address
     device.launch(
         source,
