@@ -24,6 +24,7 @@ _ATTENTION = [
     (80, 4, "Fp32Rows", "Fp32Rows", "float"),
     (80, 8, "Int4Rows", "Int8Rows", "float"),
     (96, 8, "Bf16Rows", "Bf16Rows", "float"),
+    (96, 4, "Int5Rows", "Int5Rows", "Bf16"),
     (128, 16, "Bf16Rows", "Bf16Rows", "Bf16"),
     (128, 16, "Int8Rows", "Int8Rows", "Bf16"),
 ]
@@ -34,6 +35,7 @@ _SOURCES = [
     CudaSource.of("merge_attention", HEAD_DIM=80, VALUE_TYPE="Bf16"),
     CudaSource.of("store_kv", VALUE_TYPE="Bf16", **_STORED),
     CudaSource.of("store_kv", HEAD_DIM=80, K_FORMAT="Bf16Rows", V_FORMAT="Fp32Rows", VALUE_TYPE="float"),
+    CudaSource.of("store_kv", HEAD_DIM=128, K_FORMAT="Int5Rows", V_FORMAT="Int5Rows", VALUE_TYPE="Bf16"),
     CudaSource.of("move_slots", **_STORED),
     CudaSource.of("reencode_blocks", HEAD_DIM=80, FROM="Bf16Rows", TO="Int4Rows"),
     CudaSource.of("reencode_blocks", HEAD_DIM=128, FROM="Int4Rows", TO="Int8Rows"),

@@ -83,7 +83,7 @@ _ROWS_LENGTHS = [1, 37, 577]
 
 @pytest.mark.parametrize(
     ("precision", "group", "block_tokens"),
-    [("int4", 1, 16), ("int8", 8, 64), ("bf16/int4", 20, 128), ("int8/fp32", 4, 512)],
+    [("int4", 1, 16), ("int8", 8, 64), ("bf16/int4", 20, 128), ("int8/fp32", 4, 512), ("fp32/int5", 2, 32)],
 )
 def test_every_group_and_mixture_equals_the_reference(
     device: Device, precision: str, group: int, block_tokens: int
