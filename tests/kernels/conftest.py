@@ -11,7 +11,7 @@ import pytest
 from remora.kernels.native import build
 from remora.kernels.native.library import LEVELS, LIBRARY_VARIABLE, NativeLibrary
 
-# Makes paged_world importable for the tests beside it.
+# Makes kv_world and paged_world importable for the tests beside it.
 sys.path.append(str(Path(__file__).parent))
 
 

@@ -7,10 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from paged_world import LAYER, World, check_against_reference, same_bits
+from kv_world import LAYER
+from paged_world import World, check_against_reference, same_bits
 
 from remora.kernels.batch import StepBatch
-from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
+from remora.kernels.layout import K_SIDE, V_SIDE
 from remora.kernels.native.attention import AttentionResult, paged_attention, store_kv
 from remora.kernels.reference.kv_view import KVView
 from remora.platform.base.errors import KernelError
@@ -98,14 +99,12 @@ def test_bytes_beyond_the_context_change_nothing(level: str, precision: str) -> 
     rows = [(0, 40, 45), (1, 529, 530)]
     before = world.run(rows, level=level)
     assert all(np.isfinite(result.out_TQD).all() for result in before)
-    layout = BlockLayout(world.arena.geometry)
     for stale, side in itertools.product((0xFF, 0x7F), (K_SIDE, V_SIDE)):  # NaN, and large values
-        for bytes_of in (layout.rows_view, layout.scales_view):
-            view = bytes_of(world.arena.data, side)
+        for bytes_of in (world.layout.rows_view, world.layout.scales_view):
+            view = bytes_of(world.data, side)
             view[:, 1 - LAYER] = stale * (0x101 if view.dtype == np.uint16 else 1)
-            for sequence in world.sequences:
-                first_stale = sequence.context_len % 32
-                view[int(sequence.blocks[-1]), :, :, first_stale:] = stale * (0x101 if view.dtype == np.uint16 else 1)
+            for length, blocks in zip(world.lengths, world.blocks, strict=True):
+                view[int(blocks[-1]), :, :, length % 32 :] = stale * (0x101 if view.dtype == np.uint16 else 1)
         after = world.run(rows, level=level)
         assert all(same_bits(a, b) for a, b in zip(before, after, strict=True))
 
@@ -119,14 +118,14 @@ def test_a_bad_value_marks_its_own_rows_and_no_other_sequence(
     world = World([100, 600, 64], precision=precision)
     rows = [(0, 90, 100), (1, 595, 600), (2, 63, 64)]
     clean = world.run(rows, level=level)
-    block, slot = int(world.sequences[1].blocks[520 // 32]), 520 % 32
-    world.arena.kv[block, LAYER, side, 0, slot, 5] = bad
+    block, slot = int(world.blocks[1][520 // 32]), 520 % 32
+    world.kv[block, LAYER, side, 0, slot, 5] = bad
     dirty = world.run(rows, level=level)
     assert same_bits(clean[0], dirty[0])
     assert same_bits(clean[2], dirty[2])
     marked = ~np.isfinite(dirty[1].out_TQD[:, :3]).all(axis=-1)
     # An infinite K gives a score of plus or minus infinity by the sign of the query; the latter has weight 0.
-    reads = world.sequences[1].q_CQD[595:600, :3, 5] > 0 if side == 0 and bad == float("inf") else True
+    reads = world.queries[1][595:600, :3, 5] > 0 if side == 0 and bad == float("inf") else True
     assert (marked == reads).all()
     assert dirty[1].out_TQD[:, 3:].tobytes() == clean[1].out_TQD[:, 3:].tobytes()
 
@@ -141,9 +140,9 @@ def test_a_bad_value_marks_its_quantised_row_and_no_other_sequence(
     clean = world.run(rows, level=level)
     values = torch.ones(1, 2, 64)
     values[0, 0, 5] = bad
-    block, slot = torch.from_numpy(world.sequences[1].blocks[520 // 32 :][:1]).long(), torch.tensor([520 % 32])
-    kept = world.arena.view.read(side, LAYER, block)[0, 1:, slot]
-    world.arena.view.write(side, LAYER, block, slot, torch.cat((values[:, :1], kept.transpose(0, 1)), dim=1))
+    block, slot = torch.from_numpy(world.blocks[1][520 // 32 :][:1]).long(), torch.tensor([520 % 32])
+    kept = world.view.read(side, LAYER, block)[0, 1:, slot]
+    world.view.write(side, LAYER, block, slot, torch.cat((values[:, :1], kept.transpose(0, 1)), dim=1))
     dirty = world.run(rows, level=level)
     assert same_bits(clean[0], dirty[0])
     assert same_bits(clean[2], dirty[2])
@@ -155,25 +154,25 @@ def test_a_bad_value_marks_its_quantised_row_and_no_other_sequence(
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_store_writes_the_slots_of_the_step_and_no_other_byte(level: str, precision: str, num_threads: int) -> None:
     world = World([70, 33], precision=precision, head_dim=80)
-    expected = world.arena.data.copy()
-    view = KVView(BlockLayout(world.arena.geometry), expected)
+    expected = world.data.copy()
+    view = KVView(world.layout, expected)
     batch = StepBatch(max_tokens=64, max_sequences=2, max_blocks=3)
     spans = [(0, 20, 70), (1, 32, 33)]
     for index, first, end in spans:
-        batch.add([0] * (end - first), first_position=first, blocks=world.sequences[index].blocks)
+        batch.add([0] * (end - first), first_position=first, blocks=world.blocks[index])
     rng = np.random.default_rng(5)
     k, v = rng.standard_normal((2, batch.num_tokens, 2, 80), dtype=np.float32) * 1e3
     v[4, 0, 1], k[7], v[9, 1] = -0.0, 0.0, 1e-38
     row = 0
     for index, first, end in spans:
         position = torch.arange(first, end)
-        blocks = torch.from_numpy(world.sequences[index].blocks).long()[position // 32]
+        blocks = torch.from_numpy(world.blocks[index]).long()[position // 32]
         for side, values in enumerate((k, v)):
             view.write(side, LAYER, blocks, position % 32, torch.from_numpy(values[row : row + end - first]))
         row += end - first
-    store_kv(batch, world.arena, k, v, layer=LAYER, level=level, num_threads=num_threads)
+    store_kv(batch, world, k, v, layer=LAYER, level=level, num_threads=num_threads)
     assert not batch.not_finite_S.any()
-    assert (world.arena.data == expected).all()
+    assert (world.data == expected).all()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -184,27 +183,27 @@ def test_store_names_the_sequences_whose_values_are_not_finite(
     world = World([70, 33, 40], precision=precision, head_dim=80)
     batch = StepBatch(max_tokens=64, max_sequences=3, max_blocks=3)
     for index, first, end in [(0, 20, 70), (1, 32, 33), (2, 39, 40)]:
-        batch.add([0] * (end - first), first_position=first, blocks=world.sequences[index].blocks)
+        batch.add([0] * (end - first), first_position=first, blocks=world.blocks[index])
     kv = np.random.default_rng(5).standard_normal((2, batch.num_tokens, 2, 80), dtype=np.float32)
     kv[side, 50, 1, 79] = bad
-    store_kv(batch, world.arena, kv[0], kv[1], layer=LAYER, level=level, num_threads=3)
+    store_kv(batch, world, kv[0], kv[1], layer=LAYER, level=level, num_threads=3)
     assert batch.not_finite_S.tolist() == [0, 1, 0]
-    stored = world.arena.view.read(side, LAYER, torch.tensor([int(world.sequences[1].blocks[1])]))[0, 1, 0]
+    stored = world.view.read(side, LAYER, torch.tensor([int(world.blocks[1][1])]))[0, 1, 0]
     assert not torch.isfinite(stored).all()
 
 
 @pytest.mark.parametrize("block", [-1, 5])
 def test_a_block_outside_the_arena_is_refused(level: str, block: int) -> None:
     world = World([40])
-    before = world.arena.data.copy()
+    before = world.data.copy()
     batch = StepBatch(max_tokens=1, max_sequences=1, max_blocks=2)
     batch.add([0], first_position=39, blocks=[1, block])
     rows = np.zeros((1, 2, 64), np.float32)
     with pytest.raises(KernelError, match=f"block {block} lies outside an arena of 5"):
-        store_kv(batch, world.arena, rows, rows, layer=0, level=level)
+        store_kv(batch, world, rows, rows, layer=0, level=level)
     with pytest.raises(KernelError, match=f"block {block} lies outside an arena of 5"):
-        paged_attention(batch, world.arena, np.zeros((1, 6, 64), np.float32), layer=0, scale=1.0, level=level)
-    assert (world.arena.data == before).all()
+        paged_attention(batch, world, np.zeros((1, 6, 64), np.float32), layer=0, scale=1.0, level=level)
+    assert (world.data == before).all()
 
 
 def test_shapes_that_are_not_served_are_refused_by_name(level: str) -> None:
@@ -213,8 +212,8 @@ def test_shapes_that_are_not_served_are_refused_by_name(level: str) -> None:
             World([40], **sizes).run([(0, 39, 40)], level=level)  # type: ignore[arg-type]
     batch = StepBatch(max_tokens=1, max_sequences=1, max_blocks=2)
     world = World([40])
-    batch.add([0], first_position=39, blocks=world.sequences[0].blocks)
+    batch.add([0], first_position=39, blocks=world.blocks[0])
     with pytest.raises(KernelError, match="do not fit 2 kv heads"):
-        paged_attention(batch, world.arena, np.zeros((1, 3, 64), np.float32), layer=0, scale=1.0, level=level)
+        paged_attention(batch, world, np.zeros((1, 3, 64), np.float32), layer=0, scale=1.0, level=level)
     with pytest.raises(KernelError, match="layers 2 to 2 of 2"):
-        paged_attention(batch, world.arena, np.zeros((1, 6, 64), np.float32), layer=2, scale=1.0, level=level)
+        paged_attention(batch, world, np.zeros((1, 6, 64), np.float32), layer=2, scale=1.0, level=level)

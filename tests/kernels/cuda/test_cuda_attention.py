@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cuda_world import LAYER, World, check
+from cuda_world import World, check
+from kv_world import LAYER
 
 from remora.kernels.cuda.attention import merge_attention
 from remora.kernels.cuda.attention_plan import plan_decode_graph

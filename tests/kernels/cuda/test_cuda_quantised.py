@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_world import LAYER, World, check
+from cuda_world import World, check
+from kv_world import LAYER
 from numpy.typing import NDArray
 
 from remora.kernels.cuda import operations
