@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, AsyncStream
 from openai.types.chat import ChatCompletionChunk
+from tests.unit.serving.test_sessions import post
 
 from remora.platform.http import branch_run
 
 ASK = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 4}
 FORK = "/v1/sessions/s/fork"
-
-
-async def post(http: Any, path: str, body: dict[str, Any], *, status: int = 200) -> Any:
-    response = await http.post(path, json=body)
-    assert response.status_code == status, response.text
-    return response.json()
 
 
 async def sessions(http: Any) -> dict[str, Any]:

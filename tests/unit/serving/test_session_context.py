@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.unit.serving.test_sessions import post
 
 from remora.deployments.engine.messages import TokenDelta
 from remora.namespaces.edits import ContextOutcome, ContextPlan, EditRecord, Removal
 
 BASE = {"model": "tiny", "max_tokens": 4, "seed": 1}
 EDIT = EditRecord(position=2, end=6, digest=b"d", kind="removed")
-
-
-async def post(http: Any, path: str, body: dict[str, Any] | None = None, *, status: int = 200) -> Any:
-    response = await http.post(path, json=body or {})
-    assert response.status_code == status, response.text
-    return response.json()
 
 
 async def create(http: Any, **more: Any) -> Any:

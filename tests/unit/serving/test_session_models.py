@@ -9,6 +9,7 @@ from typing import Any
 import click.testing
 import pytest
 from tests.unit.serving.conftest import byte_tokenizer
+from tests.unit.serving.test_router import step_until_done
 from tokenizers import AddedToken
 
 from remora.deployments.models.chat_continuation import join_continuation, render_continuation
@@ -26,13 +27,7 @@ async def other(server: Any, make_replica: Any, http: Any) -> AsyncIterator[Any]
     """A replica of another model, in another pool, and a session of one turn with the first model."""
     replica = make_replica("b", model="other", pool="pool-b")
     await server.cluster.add(replica)
-
-    async def step() -> None:
-        while True:
-            await replica.step()
-            await asyncio.sleep(0.002)
-
-    stepping = asyncio.create_task(step())
+    stepping = asyncio.create_task(step_until_done(replica))
     await http.post("/v1/sessions", json={"id": "s", "model": "tiny"})
     await http.post("/v1/chat/completions", json={**TURN, "model": "tiny"})
     yield replica

@@ -9,6 +9,7 @@ from typing import Any
 
 import click.testing
 import pytest
+from tests.unit.serving.test_router import step_until_done
 
 from remora.deployments.moves import Moved
 from remora.deployments.token_counts import TokenCounts
@@ -26,13 +27,7 @@ async def other(server: Any, make_replica: Any) -> AsyncIterator[Any]:
     """A second replica, of another pool, that steps by itself as the first does."""
     replica = make_replica("b", pool="pool-b")
     await server.cluster.add(replica)
-
-    async def step() -> None:
-        while True:
-            await replica.step()
-            await asyncio.sleep(0.002)
-
-    stepping = asyncio.create_task(step())
+    stepping = asyncio.create_task(step_until_done(replica))
     yield replica
     stepping.cancel()
 

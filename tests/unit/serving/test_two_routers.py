@@ -56,7 +56,7 @@ async def test_requests_of_two_routers_end_each_at_its_own_and_a_dead_router_tak
 async def test_load_that_one_router_brings_is_seen_by_the_other(cluster: Any, two_cores: Any) -> None:
     first, second = two_cores
     prompt = tuple(range(100))
-    streams = [await first.open(dataclasses.replace(job("big", prompt=prompt), target=ReplicaId("a"))) for _ in "1"]
+    streams = [await first.open(dataclasses.replace(job("big", prompt=prompt), target=ReplicaId("a")))]
     await cluster.settle(lambda: second.connection(ReplicaId("a")).reported.load_tokens == 100)
     for i in range(12):
         # Prompts that would spread over all three.
