@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from remora.cache_actors.pool_messages import PoolDescription
+from remora.deployments.model_card import ModelCard
 from remora.namespaces.report import NamespaceReport, PoolReport
 from remora.platform.base.ids import NamespaceId, PoolId
 
 
-def free_tokens(pools: Mapping[str, PoolDescription]) -> dict[tuple[PoolId, NamespaceId], int]:
-    """Pool and namespace → tokens, for models that have a replica there. What is only cached counts as free.
+def free_tokens(pools: Mapping[str, PoolDescription], card: ModelCard) -> dict[tuple[PoolId, NamespaceId], int]:
+    """Pool and namespace of the card's model → tokens. What is only cached counts as free.
 
     An estimate: memory comes in extents, and what others are guaranteed is left to them.
     """
-    found: dict[tuple[PoolId, NamespaceId], int] = {}
-    for pool_id, description in pools.items():
-        report = description.report
-        geometries = {each.geometry_id: each for each in report.geometries}
-        of_model = {lease.model_id: geometries.get(lease.geometry_id) for lease in report.leases}
-        for namespace in report.namespaces:
-            geometry = of_model.get(namespace.model_id)
-            if geometry is not None:
-                num_blocks = _free_bytes(report, namespace) // geometry.block_bytes
-                found[PoolId(pool_id), namespace.namespace_id] = num_blocks * geometry.block_tokens
-    return found
+    return {
+        (PoolId(pool_id), namespace.namespace_id): _free_bytes(description.report, namespace)
+        // card.of(namespace.namespace_id).block_bytes
+        * card.block_tokens
+        for pool_id, description in pools.items()
+        for namespace in description.report.namespaces
+        if namespace.model_id == card.model_id
+    }
 
 
 def _free_bytes(report: PoolReport, namespace: NamespaceReport) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.free_memory import free_tokens
-from remora.deployments.rebalance import Decision, MovableRequest, Rebalance, ReplicaReport
+from remora.deployments.rebalance import Decision, FreeTokens, MovableRequest, Rebalance, ReplicaReport
 from remora.deployments.replica_connection import ReplicaConnection
 from remora.deployments.request_stream import RequestStream
 from remora.platform.base.errors import RemoraError
@@ -81,7 +81,9 @@ class Rebalancer:
                 if stream.moved_s is not None:
                     rules.note_moved(stream.request_id, stream.moved_s)
             requests = [movable for stream in streams.values() if (movable := _movable(stream)) is not None]
-            free = free_tokens(await self._pool_reports()) if requests and rules.lacks_memory(reports) else {}
+            free: FreeTokens = {}
+            if requests and rules.lacks_memory(reports):
+                free = free_tokens(await self._pool_reports(), await self._core.card(model_id))
             decision = rules.decide(asyncio.get_running_loop().time(), reports, requests, free)
             if decision is not None:
                 decisions.append(decision)

@@ -12,10 +12,8 @@ from remora.cache_actors.pool_messages import PoolBinding, PoolDescription
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.generation_job import GenerationJob
 from remora.deployments.rebalancer import Rebalancer
-from remora.namespaces.commands import ProcessIdentity
-from remora.namespaces.geometry import GeometryId
-from remora.namespaces.report import GeometryReport, LeaseReport, NamespaceReport, PoolReport
-from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, PoolId, ReplicaId, RequestId
+from remora.namespaces.report import NamespaceReport, PoolReport
+from remora.platform.base.ids import ModelId, NamespaceId, PoolId, ReplicaId, RequestId
 from remora.platform.base.rebalance_config import RebalanceConfig
 
 CONFIG = RebalanceConfig(patience_s=0, settle_s=0, min_gap_tokens=100)
@@ -113,7 +111,7 @@ async def test_what_has_not_begun_is_moved_first_and_without_a_pause(cluster: An
 
 
 def described(free_blocks: int) -> PoolDescription:
-    """A pool whose namespace may hold so many more blocks of 4 tokens and 256 bytes."""
+    """A pool whose namespace may hold so many more blocks of 256 bytes."""
     used = 64 * 1024
     namespace = NamespaceReport(
         namespace_id=NamespaceId("chat"), model_id=ModelId("tiny"), tenant="", share_group="", guaranteed_bytes=0,
@@ -121,19 +119,10 @@ def described(free_blocks: int) -> PoolDescription:
         num_running=1, num_waiting=0, num_admitted=1, num_preempted=0, lookup_tokens=0, hit_tokens=0,
         evicted_blocks={},
     )  # fmt: skip
-    geometry = GeometryReport(
-        geometry_id=GeometryId("g"), block_bytes=256, block_tokens=4, num_extents=1, num_empty_extents=0,
-        num_used_blocks=1, num_free_blocks=1,
-    )  # fmt: skip
-    lease = LeaseReport(
-        lease_id=LeaseId("l"), replica_id=ReplicaId("b"), model_id=ModelId("tiny"), geometry_id=GeometryId("g"),
-        fingerprint=b"", process=ProcessIdentity(pid=1, start_time_ticks=1, boot_id="x"), lease_slot=0, generation=0,
-        reserved_bytes=0, last_call_no=0, num_sequences=0, num_waiting=0,
-    )  # fmt: skip
     report = PoolReport(
         data_bytes=1 << 30, extent_bytes=1 << 20, incarnation=1, num_extents=1, num_unleased_extents=0,
         used_bytes=used, cached_bytes=1 << 20, reservable_bytes=0, reserved_bytes=0, num_referenced_blocks=0,
-        num_preempting=0, namespaces=(namespace,), geometries=(geometry,), leases=(lease,),
+        num_preempting=0, namespaces=(namespace,), geometries=(), leases=(),
     )  # fmt: skip
     binding = PoolBinding(
         pool_id=PoolId("q"), kind="cpu", arena_path="", incarnation=1, backing="shm", outcome="created",
@@ -142,16 +131,26 @@ def described(free_blocks: int) -> PoolDescription:
     return PoolDescription(binding=binding, report=report, silent_s={}, num_restarts=0, journal_bytes=0, pid=1)
 
 
-async def test_requests_that_wait_for_memory_go_where_the_pool_says_there_is_some(cluster: Any, two: Any) -> None:
+@pytest.mark.parametrize(("block_bytes", "needed_blocks"), [(256, 20), (128, 10)])
+async def test_requests_that_wait_for_memory_go_where_the_pool_says_there_is_some(
+    cluster: Any, two: Any, block_bytes: int, needed_blocks: int
+) -> None:
     a, b = two
+    if block_bytes == 128:
+        for replica in two:
+            await replica.prepare_precision(NamespaceId("chat"), ("int8", "int8"))
+            await replica.refresh_namespaces()
+    await cluster.settle(
+        lambda: all(each.card.of(NamespaceId("chat")).block_bytes == block_bytes for each in cluster.core.connections())
+    )
     a.parked_tokens = 40
     (stream,) = await open_all(cluster, a, job("q1", 40))
     await heard(cluster, a, b)
     pools = Pools()
     rebalancer = Rebalancer(cluster.core, RebalanceConfig(patience_s=0), pools)
-    pools.described = {"q": described(free_blocks=19)}
+    pools.described = {"q": described(free_blocks=needed_blocks - 1)}
     assert await rebalancer.look() == []
-    pools.described = {"q": described(free_blocks=20)}
+    pools.described = {"q": described(free_blocks=needed_blocks)}
     assert [(each.target, each.cause) for each in await rebalancer.look()] == [("b", "memory")]
     await cluster.settle(lambda: len(b.running) == 1)
     stream.close()
