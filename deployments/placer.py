@@ -12,9 +12,6 @@ from remora.deployments.prefix_hints import PrefixHints
 from remora.deployments.request_stream import RequestStream
 from remora.platform.base.ids import PoolId
 
-#: Block hashes that are remembered of each pool: two million tokens of 32 to a block, in a few megabytes.
-MAX_HINTS_OF_POOL = 1 << 16
-
 
 class Placer:
     """Owned by the router's event loop.
@@ -51,7 +48,7 @@ class Placer:
         if card is None or delta.num_cached_tokens is None:
             return
         hashes, num_cached_blocks = stream.request.block_hashes, delta.num_cached_tokens // card.block_tokens
-        hints = self._cached.setdefault(card.pool_id, PrefixHints(MAX_HINTS_OF_POOL))
+        hints = self._cached.setdefault(card.pool_id, PrefixHints())
         if hints.num_leading(hashes) > num_cached_blocks:
             # What was believed to be behind has been evicted, and so has, most likely, what goes on from there.
             hints.discard(hashes[num_cached_blocks:])
