@@ -19,8 +19,8 @@ from remora.platform.http.errors import error_document
 from remora.platform.http.generation import ChoiceDelta, Generation
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
-from remora.platform.http.services import Services, encode
-from remora.platform.http.session_prompt import chat_prompt
+from remora.platform.http.services import Services
+from remora.platform.http.session_prompt import chat_prompt, rendered_behind
 from remora.platform.http.sse import DONE, EventStream, event
 
 
@@ -67,11 +67,13 @@ def chat_routes(services: Services) -> APIRouter:
 
 async def render_prompt(tokenizer: ChatTokenizer, body: ChatRequest) -> tuple[int, ...]:
     """Token ids of the conversation under the model's template. Raises InvalidRequest naming the message."""
-    text = tokenizer.render(
-        body.messages, None, add_generation_prompt=body.add_generation_prompt, arguments=body.chat_template_kwargs
+    return await rendered_behind(
+        tokenizer,
+        body.messages,
+        (),
+        add_generation_prompt=body.add_generation_prompt,
+        arguments=body.chat_template_kwargs,
     )
-    # The template has written the special tokens itself.
-    return await encode(tokenizer, text, add_special_tokens=False, field="messages")
 
 
 async def _whole(generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer) -> ChatCompletion:

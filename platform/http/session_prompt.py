@@ -79,6 +79,7 @@ async def rendered_behind(
         )
     else:
         text = tokenizer.render(messages, None, add_generation_prompt=add_generation_prompt, arguments=arguments)
+    # The template has written the special tokens itself.
     return join_continuation(tokenizer, log, await encode(tokenizer, text, add_special_tokens=False, field=field))
 
 
