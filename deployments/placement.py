@@ -10,7 +10,7 @@ taken. No replica is loaded beyond 1.25 times the mean (design §7.3).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -98,8 +98,12 @@ def place(
     preferred = next(candidate.replica_id for candidate in candidates if candidate.pool_id == pools[0])
     for rank, pool_id in enumerate(pools):
         members = [candidate for candidate in candidates if candidate.pool_id == pool_id]
-        best = min(members, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))
+        best = least_loaded(members)
         if best.load_tokens + request_tokens <= limit:
             return Choice(best.replica_id, "load", preferred) if rank else Choice(best.replica_id, "prefix")
-    best = min(candidates, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))
-    return Choice(best.replica_id, "load", preferred)
+    return Choice(least_loaded(candidates).replica_id, "load", preferred)
+
+
+def least_loaded(candidates: Iterable[Candidate]) -> Candidate:
+    """Of one or more; of equal ones always the same."""
+    return min(candidates, key=lambda candidate: (candidate.load_tokens, candidate.replica_id))

@@ -15,6 +15,7 @@ import msgspec
 from remora.cache_actors.session_client import ask
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.moves import Moved, precopy_job
+from remora.deployments.placement import least_loaded
 from remora.deployments.session_context import SessionContext
 from remora.deployments.token_counts import TokenCounts
 from remora.namespaces.session_commands import ForkSession, MoveSession, SessionHead, ShowSession
@@ -213,4 +214,4 @@ def _least_loaded(services: Services, model_id: ModelId) -> ReplicaId:
     candidates = services.core.candidates(model_id)
     if not candidates:
         raise InvalidRequest(f"model: no replica of {model_id!r} takes requests now; try again.", field="model")
-    return min(candidates, key=lambda each: (each.load_tokens, each.replica_id)).replica_id
+    return least_loaded(candidates).replica_id

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from remora.cache_actors.session_client import ask
 from remora.deployments.moves import Moved, precopy_job
+from remora.deployments.placement import least_loaded
 from remora.deployments.router import RouterCore
 from remora.deployments.session_context import SessionContext
 from remora.deployments.token_counts import TokenCounts
@@ -114,7 +115,7 @@ def find_target(core: RouterCore, model_id: ModelId, to: Destination) -> Replica
         raise InvalidRequest(
             f"to: no replica of {model_id} that takes requests is at {wanted}; GET /v1/replicas lists them.", field="to"
         )
-    return min(candidates, key=lambda each: (each.load_tokens, each.replica_id)).replica_id
+    return least_loaded(candidates).replica_id
 
 
 async def _move_idle(services: Services, state: SessionState, target: ReplicaId) -> Moved:
