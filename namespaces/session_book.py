@@ -212,12 +212,14 @@ class SessionBook:
     def _move(self, command: MoveSession, now_s: float) -> SessionHead:
         state = self._find(command.session_id, now_s)
         _require_idle(state)
+        event = moved(state, command, at_s=now_s)
+        if event is None:
+            return _head(state)
         if command.log is not None:
             _require_version(state, command.log)
             if command.log.namespace_id != state.namespace_id:
                 self._make_room(command.log.namespace_id, command.max_sessions, now_s)
-        event = moved(state, command, at_s=now_s)
-        return _head(state if event is None else self._apply(command.session_id, event))
+        return _head(self._apply(command.session_id, event))
 
     def _truncate(self, command: TruncateSession, now_s: float) -> SessionHead:
         state = self._find(command.session_id, now_s)

@@ -49,10 +49,15 @@ def forked(parent: SessionState, command: ForkSession, num_tokens: int, *, epoch
 
 
 def moved(state: SessionState, command: MoveSession, *, at_s: float) -> OwnerChanged | ModelChanged | None:
-    """None: it is there already."""
-    epochs = {"old_epoch": state.epoch, "epoch": Epoch(state.epoch + 1)}
-    if command.log is not None:
-        return ModelChanged(at_s=at_s, owner=command.owner, log=command.log, **epochs)
-    if state.owner == command.owner:
+    """None: it is there already, as when a move is said again."""
+    log = command.log
+    is_there = state.owner == command.owner
+    if log is not None and is_there:
+        is_same = all(getattr(state, name) == value for name, value in log.fields().items())
+        is_there = is_same and state.version == log.version + 1
+    if is_there:
         return None
-    return OwnerChanged(at_s=at_s, owner=command.owner, **epochs)
+    epochs = {"old_epoch": state.epoch, "epoch": Epoch(state.epoch + 1)}
+    if log is None:
+        return OwnerChanged(at_s=at_s, owner=command.owner, **epochs)
+    return ModelChanged(at_s=at_s, owner=command.owner, log=log, **epochs)

@@ -72,6 +72,12 @@ class ModelLog(msgspec.Struct, frozen=True, kw_only=True):
     edits: Edits = ()
     pending: Pending = ()
 
+    def fields(self) -> dict[str, object]:
+        """Those of a session's state that it replaces."""
+        fields = msgspec.structs.asdict(self)
+        del fields["version"]
+        return fields
+
 
 class OpenTurn(msgspec.Struct, frozen=True, kw_only=True):
     """The writer that has the session now."""
@@ -311,9 +317,7 @@ def _changes(
             }
         case ModelChanged(old_epoch=old_epoch, epoch=epoch, owner=owner, log=log):
             _require(turn is None and old_epoch == state.epoch < epoch and log.version == state.version, event)
-            fields = msgspec.structs.asdict(log)
-            del fields["version"]
-            return {**fields, "epoch": epoch, "owner": owner}
+            return {**log.fields(), "epoch": epoch, "owner": owner}
 
 
 def _appended(state: SessionState, event: Appended, rolled: tuple[tuple[int, int], ...]) -> dict[str, object]:

@@ -62,6 +62,17 @@ def test_a_log_that_was_made_before_another_turn_is_refused(book: Book) -> None:
     assert book.tokens() == [1, 2, 3, 4, 5]
 
 
+def test_a_move_to_another_model_that_is_said_again_changes_nothing(book: Book) -> None:
+    log = other_log(book.state(), [7, 8])
+    move(book, log)
+    after = book.state()
+    for _ in range(2):
+        assert isinstance(move(book, log), SessionHead)
+        assert book.state() == after
+        book.restart()
+    assert refused(move(book, msgspec.structs.replace(log, token_bytes=pack_tokens([7, 9])))) == "Conflict"
+
+
 def test_a_session_does_not_change_its_model_under_a_writer(book: Book) -> None:
     book.begin(turn="t2")
     assert refused(move(book, other_log(book.state(), [7]))) == "Conflict"
