@@ -70,6 +70,8 @@ class Sequence:
     ) -> None:
         request = live.request
         self.live = live
+        #: Where its KV lies, in every run.
+        self.memory: KVMemory = live.memory
         self.choice_index = choice_index
         self.priority = request.priority
         self.namespace_id = request.namespace_id
@@ -136,11 +138,6 @@ class Sequence:
         #: How often a request behind it in its namespace was taken before it.
         self.num_passed_over = 0
         self.arrival_no = 0
-
-    @property
-    def memory(self) -> KVMemory:
-        """Where its KV lies, in every run."""
-        return self.live.memory
 
     # ---- the token log
 
