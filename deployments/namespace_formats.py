@@ -86,7 +86,8 @@ class NamespaceFormats:
         check_gate(self._config, geometry, fingerprint, self._state_dir, namespace=namespace_id)
         if found is None:
             memory = await self._lease.add_format(geometry, fingerprint)
-            found = self._ready[kv_precision] = NamespaceFormat(memory, fingerprint)
+            # Another call may have been faster: one memory a precision, so that a step has one pass for each.
+            found = self._ready.setdefault(kv_precision, NamespaceFormat(memory, fingerprint))
         return found
 
     async def start(self) -> None:

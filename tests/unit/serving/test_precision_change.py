@@ -8,18 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.serving.test_router import job
 
 from remora.cache_actors.pool_settings import PoolSettings
 from remora.deployments import namespace_formats
-from remora.deployments.engine.messages import SamplingParams
-from remora.deployments.generation_job import GenerationJob
 from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.precision_change import change_precision
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root, sharing_domain
 from remora.platform.base.config import parse_config
 from remora.platform.base.errors import Conflict, InvalidRequest, KernelError, ModelError, PoolError, Unavailable
-from remora.platform.base.ids import ModelId, NamespaceId, RequestId
+from remora.platform.base.ids import ModelId, NamespaceId
 
 CHAT, TEAM = NamespaceId("chat"), NamespaceId("batch/team-a")
 INT8: KVPrecision = ("int8", "int8")
@@ -44,14 +43,7 @@ async def test_replicas_are_asked_then_pools_told_then_new_requests_are_hashed_u
     assert first.prepared == second.prepared == pools.told == [(CHAT, INT8)]
     await cluster.settle(lambda: cluster.core.known_card(ModelId("tiny")).of(CHAT).fingerprint == b"int8/int8")
     assert cluster.core.known_card(ModelId("tiny")).of(TEAM).fingerprint == b"f" * 32
-    job = GenerationJob(
-        request_id=RequestId("r"),
-        model_id=ModelId("tiny"),
-        namespace_id=CHAT,
-        prompt_token_ids=(1, 2, 3, 4, 5),
-        sampling=SamplingParams(max_tokens=1),
-    )
-    stream = await cluster.core.open(job)
+    stream = await cluster.core.open(job("r", prompt=(1, 2, 3, 4, 5), max_tokens=1))
     root = chain_root(b"int8/int8", sharing_domain(CHAT, "", ""))
     assert stream.request.block_hashes == tuple(chain_hashes(root, [1, 2, 3, 4], 4))
     stream.close()
@@ -103,6 +95,7 @@ class Lease:
     async def add_format(self, geometry: KVGeometry, fingerprint: bytes) -> Any:
         if geometry.kv_precision == ("fp32", "fp32"):
             raise PoolError("extents are short")
+        await asyncio.sleep(0)
         self.added.append(geometry.kv_precision)
         return SimpleNamespace(geometry=geometry)
 
@@ -155,6 +148,12 @@ async def test_a_replica_starts_with_what_the_pool_says_and_attaches_each_precis
     before = replica.formats.version
     await asyncio.gather(replica.formats.refresh(), replica.formats.refresh())
     assert replica.formats.version == before, "nothing changed"
+
+
+async def test_a_precision_that_is_asked_for_twice_at_once_has_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = Replica(monkeypatch, {}).formats
+    first, second = await asyncio.gather(formats.prepare(CHAT, INT8), formats.prepare(TEAM, INT8))
+    assert first is second is await formats.prepare(CHAT, INT8)
 
 
 async def test_a_replica_does_not_start_with_a_precision_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
