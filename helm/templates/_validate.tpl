@@ -72,6 +72,16 @@
 {{- if not (has $device $offered) -}}
 {{- fail (printf "workers: no group holds the device %q of the model %q" $device .name) -}}
 {{- end -}}
+{{- $model := . -}}
+{{- range $worker := $root.Values.workers -}}
+{{- if has $device $worker.devices -}}
+{{- range $model.more_devices -}}
+{{- if not (has . $worker.devices) -}}
+{{- fail (printf "workers.%s.devices: holds %q of the model %q, but not %q, where its replicas would be as well" $worker.name $device $model.name .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if and .Values.collector.enabled (dig "telemetry" "otlp_endpoint" "" $config) -}}
 {{- fail "config.telemetry.otlp_endpoint: with collector.enabled spans go to the collector beside each process; name your endpoint in collector.exporters" -}}
