@@ -10,7 +10,7 @@ import pytest
 
 from remora.kernels.cuda.host.emulator import HostDevice
 
-# Makes cuda_world importable for the tests beside it.
+# Makes cuda_world and store_step importable for the tests beside it.
 sys.path.append(str(Path(__file__).parent))
 
 

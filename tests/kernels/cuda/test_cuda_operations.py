@@ -7,13 +7,24 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from kv_world import LAYER
 from numpy.typing import NDArray
+from store_step import (
+    BLOCK_T,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    NUM_TOKENS,
+    SLOT_T,
+    ints,
+    inverse_frequencies,
+    normed_and_rotated,
+    store,
+    to_device,
+)
 
 from remora.kernels.cuda import operations
 from remora.kernels.cuda.device import Device
-from remora.kernels.cuda.place import block_major
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
-from remora.kernels.reference import rope
 from remora.kernels.reference.k_shift import shift_k
 from remora.kernels.reference.norm import rms_norm
 from remora.namespaces.geometry import KVGeometry, LayerGroup, Precision
@@ -43,14 +54,6 @@ def make_arena(
     return layout, data
 
 
-def ints(*values: int) -> NDArray[np.int32]:
-    return np.array(values, np.int32)
-
-
-def to_device(device: Device, tensor: torch.Tensor) -> object:
-    return device.upload((tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy())
-
-
 def from_device(device: Device, array: object, like: torch.Tensor) -> torch.Tensor:
     host = torch.from_numpy(device.download(array))
     return host.view(torch.bfloat16) if like.dtype == torch.bfloat16 else host
@@ -63,51 +66,25 @@ def test_store_norms_rotates_and_writes_its_slots_and_no_other_byte(
     device: Device, head_dim: int, precision: Precision, values: str, with_norm: bool
 ) -> None:
     layout, data = make_arena(precision=precision, head_dim=head_dim)
-    num_tokens, num_heads = 9, 6
-    qkv = torch.randn(num_tokens, num_heads + 4, head_dim) * 3
-    qkv[1, num_heads + 2, 3], qkv[2, num_heads + 3, 4] = float("nan"), float("inf")
+    qkv = torch.randn(NUM_TOKENS, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim) * 3
+    qkv[1, NUM_HEADS + 2, 3], qkv[2, NUM_HEADS + 3, 4] = float("nan"), float("inf")
     qkv = qkv.to(torch.bfloat16 if values == "bf16" else torch.float32)
-    positions = ints(0, 1, 2, 777, 31, 4095, 130001, 17, 18)
-    block, slot = ints(5, 5, 5, 0, 3, 2, 2, 1, 1), ints(0, 1, 2, 9, 15, 0, 1, 1, 2)
-    inv_freq = 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim / 2))
-    norms = torch.rand(2, head_dim) + 0.5
-    q, k, v = qkv.to(torch.float32).split([num_heads, 2, 2], dim=1)
-    if with_norm:
-        q, k = rms_norm(q, norms[0], 1e-5), rms_norm(k, norms[1], 1e-5)
-    cos, sin = rope.rope_tables(torch.from_numpy(positions), inv_freq, 1.2)
-    q, k = rope.rotate(q, cos, sin).to(qkv.dtype), rope.rotate(k, cos, sin)
+    norms = torch.rand(2, head_dim) + 0.5 if with_norm else None
+    q, k, v = normed_and_rotated(qkv, norms)
 
     arena = device.upload(data)
-    q_out = device.empty(tuple(q.shape), np.uint16 if values == "bf16" else np.float32)
-    operations.store_kv(
-        device,
-        qkv=to_device(device, qkv),
-        q_TQD=q_out,
-        positions_T=device.upload(positions),
-        block_T=device.upload(block),
-        slot_T=device.upload(slot),
-        sequence_T=device.upload(ints(0, 1, 2, 3, 3, 3, 3, 4, 4)),
-        not_finite_S=(not_finite := device.upload(np.zeros(5, np.uint8))),
-        inv_freq=device.upload(inv_freq.numpy()),
-        rope_factor=1.2,
-        q_norm=device.upload(norms[0].numpy()) if with_norm else None,
-        k_norm=device.upload(norms[1].numpy()) if with_norm else None,
-        eps=1e-5,
-        data=arena,
-        layout=layout,
-        place=block_major(layout, 1),
-    )
+    q_out, marks = store(device, qkv, norms, data=arena, layout=layout)
     stored_bytes = device.download(arena).copy()
     stored, before = layout.torch_view(stored_bytes), layout.torch_view(data)
-    rows = (torch.from_numpy(block).long(), 1, slice(None), slice(None), torch.from_numpy(slot).long())
+    rows = (torch.from_numpy(BLOCK_T).long(), LAYER, slice(None), slice(None), torch.from_numpy(SLOT_T).long())
     # Angles of large positions differ in the last bits of sine and cosine: compared by distance, not by bits.
     tolerance = 1e-5 if stored.dtype == torch.float32 else 2.0**-7
     kept = stored[rows]
     assert torch.allclose(kept[:, K_SIDE].float(), k, rtol=tolerance, atol=4e-5)
     assert torch.equal(kept[:, V_SIDE].nan_to_num(7.0), v.to(stored.dtype).nan_to_num(7.0))
     q_tolerance = 1e-5 if values == "fp32" else 2.0**-7
-    assert torch.allclose(from_device(device, q_out, qkv).float(), q.float(), rtol=q_tolerance, atol=4e-5)
-    assert device.download(not_finite).tolist() == [0, 1, 1, 0, 0]
+    assert torch.allclose(from_device(device, q_out, qkv).float(), q.to(qkv.dtype).float(), rtol=q_tolerance, atol=4e-5)
+    assert marks == [0, 1, 1, 0, 0]
     stored[rows] = before[rows]
     assert (stored_bytes == data).all()
 
@@ -115,7 +92,7 @@ def test_store_norms_rotates_and_writes_its_slots_and_no_other_byte(
 @pytest.mark.parametrize(("precision", "head_dim"), [("fp32", 64), ("bf16", 80), ("bf16", 96), ("fp32", 128)])
 def test_k_shift_rotates_the_spans_and_nothing_else(device: Device, precision: Precision, head_dim: int) -> None:
     layout, data = make_arena(precision=precision, head_dim=head_dim)
-    inv_freq = 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim / 2))
+    inv_freq = inverse_frequencies(head_dim)
     spans = np.array([[3, 5, 12, -25], [0, 0, 16, 900], [1, 15, 16, 1]], np.int32)
     arena = device.upload(data)
     operations.shift_k(device, spans=spans, inv_freq=device.upload(inv_freq.numpy()), data=arena, layout=layout)

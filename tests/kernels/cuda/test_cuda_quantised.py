@@ -12,18 +12,26 @@ import torch
 from cuda_world import World, check
 from kv_world import LAYER
 from numpy.typing import NDArray
+from store_step import (
+    BLOCK_T,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    NUM_TOKENS,
+    SLOT_T,
+    ints,
+    inverse_frequencies,
+    normed_and_rotated,
+    store,
+)
 
 from remora.kernels.cuda import operations
 from remora.kernels.cuda.attention_plan import plan_decode_graph
 from remora.kernels.cuda.device import Device
-from remora.kernels.cuda.place import block_major
 from remora.kernels.cuda.reencode import reencode_blocks
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
 from remora.kernels.reference import reencode as reference
-from remora.kernels.reference import rope
 from remora.kernels.reference.kv_view import KVView
 from remora.kernels.reference.move_slots import move_slots
-from remora.kernels.reference.norm import rms_norm
 from remora.kernels.reference.row_codec import decode_rows, encode_rows
 from remora.namespaces.geometry import KVGeometry, LayerGroup, Precision
 from remora.platform.base.errors import KernelError
@@ -60,14 +68,6 @@ class Memory:
 
     def back_from(self, device: Device, other: Memory) -> Memory:
         return Memory(self.layout.precisions, head_dim=self.layout.head_dim, data=device.download(other.data).copy())
-
-
-def ints(*values: int) -> NDArray[np.int32]:
-    return np.array(values, np.int32)
-
-
-def inverse_frequencies(head_dim: int) -> torch.Tensor:
-    return 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim / 2))
 
 
 @pytest.mark.parametrize(("precision", "values"), [("int8/int4", "fp32"), ("int5/int4", "bf16")], ids=["k8v4", "k5v4"])
@@ -144,42 +144,21 @@ def test_store_quantises_its_slots_marks_sequences_and_changes_no_other_byte(
     device: Device, head_dim: int, precisions: Pair, values: str
 ) -> None:
     memory = Memory(precisions, head_dim=head_dim)
-    num_tokens, num_heads = 9, 6
-    qkv = torch.randn(num_tokens, num_heads + 4, head_dim, generator=torch.Generator().manual_seed(5)) * 3
-    qkv[1, num_heads + 1, 3], qkv[2, num_heads + 3, 4] = float("nan"), float("inf")
-    qkv[3, num_heads + 2] = 0.0
-    qkv[4, num_heads + 2] *= 2.0**-110  # below what a scale can hold: zeros
+    qkv = (
+        torch.randn(NUM_TOKENS, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim, generator=torch.Generator().manual_seed(5)) * 3
+    )
+    qkv[1, NUM_HEADS + 1, 3], qkv[2, NUM_HEADS + 3, 4] = float("nan"), float("inf")
+    qkv[3, NUM_HEADS + 2] = 0.0
+    qkv[4, NUM_HEADS + 2] *= 2.0**-110  # below what a scale can hold: zeros
     qkv = qkv.to(torch.bfloat16 if values == "bf16" else torch.float32)
-    positions = ints(0, 1, 2, 777, 31, 4095, 130001, 17, 18)
-    block, slot = ints(5, 5, 5, 0, 3, 2, 2, 1, 1), ints(0, 1, 2, 9, 15, 0, 1, 1, 2)
     norms = torch.rand(2, head_dim, generator=torch.Generator().manual_seed(6)) + 0.5
-    inv_freq = inverse_frequencies(head_dim)
-    _, k, v = qkv.to(torch.float32).split([num_heads, 2, 2], dim=1)
-    k = rope.rotate(rms_norm(k, norms[1], 1e-5), *rope.rope_tables(torch.from_numpy(positions), inv_freq, 1.2))
+    _, k, v = normed_and_rotated(qkv, norms)
 
     arena = memory.on(device)
-    bits = np.uint16 if values == "bf16" else np.float32
-    operations.store_kv(
-        device,
-        qkv=device.upload((qkv.view(torch.uint16) if values == "bf16" else qkv).numpy()),
-        q_TQD=device.empty((num_tokens, num_heads, head_dim), bits),
-        positions_T=device.upload(positions),
-        block_T=device.upload(block),
-        slot_T=device.upload(slot),
-        sequence_T=device.upload(ints(0, 1, 2, 3, 3, 3, 3, 4, 4)),
-        not_finite_S=(not_finite := device.upload(np.zeros(5, np.uint8))),
-        inv_freq=device.upload(inv_freq.numpy()),
-        rope_factor=1.2,
-        q_norm=device.upload(norms[0].numpy()),
-        k_norm=device.upload(norms[1].numpy()),
-        eps=1e-5,
-        data=arena.data,
-        layout=memory.layout,
-        place=block_major(memory.layout, 1),
-    )
-    assert device.download(not_finite).tolist() == [0, 1, 1, 0, 0]
+    _, marks = store(device, qkv, norms, data=arena.data, layout=memory.layout)
+    assert marks == [0, 1, 1, 0, 0]
     stored = memory.back_from(device, arena)
-    place = (block, 1, slice(None), slot)
+    place = (BLOCK_T, LAYER, slice(None), SLOT_T)
     for side, rows in ((K_SIDE, k), (V_SIDE, v)):
         codes, scales = encode_rows(rows, precisions[side])
         got_codes = stored.layout.rows_view(stored.data, side)
