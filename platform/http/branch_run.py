@@ -73,13 +73,14 @@ class BranchRun:
 
     async def _make_session(self) -> None:
         assert self.session_id is not None
-        namespace = self._services.core.catalog.namespaces[self._parent.namespace_id]
+        catalog, parent = self._services.core.catalog, self._parent
+        namespace_id = catalog.find_namespace(catalog.find_model(parent.model_id), parent.namespace_id)
         command = ForkSession(
-            session_id=self._parent.session_id,
+            session_id=parent.session_id,
             new_id=self.session_id,
             call_id=uuid.uuid4().hex,
-            num_tokens=self._parent.num_tokens,
-            max_sessions=namespace.max_sessions,
+            num_tokens=parent.num_tokens,
+            max_sessions=catalog.namespaces[namespace_id].max_sessions,
         )
         # It runs to its end even if the client leaves, so that `finish` knows what there is to delete.
         self._fork = self._services.turns.spawn(ask(self._services.turns.port, command, SessionHead))

@@ -226,5 +226,16 @@ async def test_refusals_name_the_field_and_its_branch(http: Any, parent: str, bo
     assert set(await sessions(http)) == {"s"}
 
 
+async def test_branches_of_a_session_whose_namespace_is_gone_say_so(
+    http: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await post(http, "/v1/sessions", {"id": "s", "model": "tiny", "namespace": "chat"})
+    catalog = server.core.catalog
+    monkeypatch.delitem(catalog.namespaces, "chat")
+    monkeypatch.setitem(catalog.namespaces_of, "tiny", tuple(set(catalog.namespaces_of["tiny"]) - {"chat"}))
+    answer = await post(http, FORK, {**ASK, "branches": [{}, {"keep": False}]}, status=404)
+    assert answer["error"]["param"] == "namespace"
+
+
 async def test_branches_of_a_missing_session_are_not_found(http: Any) -> None:
     assert (await post(http, FORK, {**ASK, "branches": [{}]}, status=404))["error"]["param"] == "session_id"
