@@ -21,7 +21,7 @@ from remora.deployments.token_counts import TokenCounts
 from remora.namespaces.session_commands import ForkSession, MoveSession, SessionHead, ShowSession
 from remora.namespaces.session_log import ModelLog, SessionState, Turn, pack_tokens, unpack_tokens
 from remora.platform.base import telemetry_names as names
-from remora.platform.base.errors import Conflict, InvalidRequest
+from remora.platform.base.errors import Conflict, InvalidRequest, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, SessionId
 from remora.platform.base.telemetry import inject, span
 from remora.platform.http.branch_request import ForkBody, cut_parent
@@ -213,5 +213,5 @@ def transfer_document(moved: Moved) -> dict[str, object]:
 def _least_loaded(services: Services, model_id: ModelId) -> ReplicaId:
     candidates = services.core.candidates(model_id)
     if not candidates:
-        raise InvalidRequest(f"model: no replica of {model_id!r} takes requests now; try again.", field="model")
+        raise Unavailable(f"No replica of {model_id!r} takes requests now; try again.")
     return least_loaded(candidates).replica_id

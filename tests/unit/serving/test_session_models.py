@@ -119,6 +119,16 @@ async def test_a_session_stays_with_its_model_while_a_turn_runs_or_when_its_log_
     assert (await http.get("/v1/sessions/s")).json()["model"] == "tiny"
 
 
+@pytest.mark.parametrize(("path", "body"), [("migrate", {"to": {"model": "other"}}), ("fork", {"model": "other"})])
+async def test_a_model_whose_replicas_take_nothing_now_is_to_be_asked_again(
+    http: Any, server: Any, other: Any, path: str, body: dict[str, Any]
+) -> None:
+    server.cluster.publish(draining=("b",))
+    response = await http.post(f"/v1/sessions/s/{path}", json=body)
+    assert (response.status_code, "retry-after" in response.headers) == (503, True), response.text
+    assert (await http.get("/v1/sessions/s")).json()["model"] == "tiny"
+
+
 async def test_the_command_line_moves_and_forks_to_models(http: Any, server: Any, other: Any) -> None:
     async def run(*arguments: str) -> str:
         runner = click.testing.CliRunner()
