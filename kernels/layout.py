@@ -42,14 +42,17 @@ class BlockLayout:
         self.head_dim = group.head_dim
         self.block_tokens = geometry.block_tokens
         self.block_bytes = geometry.block_bytes
-        #: Of K and of V.
-        self.precisions = (group.k_precision, group.v_precision)
-        self._row_bytes = tuple(row_bytes(precision, group.head_dim) for precision in self.precisions)
+        #: Of K and of V, as all pairs below: of a row (a token's values of one head), and of a head in a block with its
+        #: scales.
+        self.precisions = geometry.kv_precision
+        self.row_bytes = tuple(row_bytes(precision, group.head_dim) for precision in self.precisions)
         self.num_scales = tuple(scales_per_row(precision, group.head_dim) for precision in self.precisions)
-        self._head_bytes = tuple(
+        self.head_bytes = tuple(
             self.block_tokens * (row + SCALE_BYTES * scales)
-            for row, scales in zip(self._row_bytes, self.num_scales, strict=True)
+            for row, scales in zip(self.row_bytes, self.num_scales, strict=True)
         )
+        #: Of K and V of one layer of a block.
+        self.layer_bytes = self.num_kv_heads * sum(self.head_bytes)
 
     @property
     def is_quantised(self) -> bool:
@@ -80,24 +83,22 @@ class BlockLayout:
 
     def offset_bytes(self, *, block: int, layer: int, side: int, kv_head: int = 0, token: int = 0) -> int:
         """Byte of the first value of a row of head_dim values, counted from the start of the arena."""
-        layer_bytes = self.num_kv_heads * sum(self._head_bytes)
-        start = block * self.block_bytes + layer * layer_bytes + side * self.num_kv_heads * self._head_bytes[K_SIDE]
-        return start + kv_head * self._head_bytes[side] + token * self._row_bytes[side]
+        start = block * self.block_bytes + layer * self.layer_bytes + side * self.num_kv_heads * self.head_bytes[K_SIDE]
+        return start + kv_head * self.head_bytes[side] + token * self.row_bytes[side]
 
     def rows_view(self, data: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
         """The bytes of K's or V's values as [N, L, H, B, bytes a row], without a copy."""
-        return self._view(data, side, 0, self._row_bytes[side], 1, np.uint8)
+        return self._view(data, side, 0, self.row_bytes[side], 1, np.uint8)
 
     def scales_view(self, data: NDArray[np.uint8], side: int) -> NDArray[np.uint16]:
         """K's or V's scales as bf16 bits [N, L, H, B, G], without a copy; G is 0 for what has none."""
-        start = self.block_tokens * self._row_bytes[side]
+        start = self.block_tokens * self.row_bytes[side]
         return self._view(data, side, start, self.num_scales[side], SCALE_BYTES, np.uint16)
 
     def _view(self, data: NDArray[np.uint8], side: int, start: int, count: int, size: int, dtype: type) -> NDArray[Any]:
         offset = self.offset_bytes(block=0, layer=0, side=side) + start
         shape = (self.num_blocks(data), self.num_layers, self.num_kv_heads, self.block_tokens, count)
-        layer_bytes = self.num_kv_heads * sum(self._head_bytes)
-        strides = (self.block_bytes, layer_bytes, self._head_bytes[side], count * size, size)
+        strides = (self.block_bytes, self.layer_bytes, self.head_bytes[side], count * size, size)
         return np.ndarray(shape, dtype, buffer=data, offset=offset, strides=strides)
 
     @property

@@ -18,7 +18,6 @@ from remora.kernels.cuda.operations import row_macros
 from remora.kernels.cuda.place import Place
 from remora.kernels.cuda.source import VALUE_TYPES, CudaSource
 from remora.kernels.layout import BlockLayout
-from remora.namespaces.geometry import row_bytes
 from remora.platform.base.errors import KernelError
 
 _THREADS = 128
@@ -135,8 +134,7 @@ def paged_attention(
 def _staged_bytes(layout: BlockLayout) -> int:
     """Shared memory of a tile of K or V with its scales: Staging of src/paged_attention.cu."""
     strides = []
-    for precision in layout.precisions:
-        size = row_bytes(precision, layout.head_dim)
+    for size in layout.row_bytes:
         unit = 16 if size % 16 == 0 else 8
         strides.append((size // unit | 1) * unit)
     return _STAGED_TOKENS * (max(strides) + 4 * max(layout.num_scales))

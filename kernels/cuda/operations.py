@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remora.kernels.cuda.device import Device, value_type
-from remora.kernels.cuda.place import Place, block_major, layer_bytes
+from remora.kernels.cuda.place import Place, block_major
 from remora.kernels.cuda.source import KV_FORMATS, VALUE_TYPES, CudaSource
 from remora.kernels.layout import BlockLayout
 from remora.platform.base.errors import KernelError
@@ -91,7 +91,7 @@ def move_slots(device: Device, *, moves: NDArray[np.int32], inv_freq: Any, data:
         threads=128,
         arguments=[
             *(device.address(uploaded), device.address(inv_freq), device.address(data)),
-            np.int64(layer_bytes(layout)),
+            np.int64(layout.layer_bytes),
             *place.arguments()[1:],
             np.int32(layout.block_tokens),
         ],

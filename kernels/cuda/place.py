@@ -28,27 +28,21 @@ class Place:
 
 def block_major(layout: BlockLayout, layer: int) -> Place:
     """The layout of kernels/layout.py: all layers of a block side by side. Raises KernelError for another layer."""
-    return _place(layout, layer, layer * layer_bytes(layout), layout.block_bytes)
+    return _place(layout, layer, layer * layout.layer_bytes, layout.block_bytes)
 
 
 def layer_major(layout: BlockLayout, layer: int, num_blocks: int) -> Place:
     """All blocks of a layer side by side: only to measure what block-major costs."""
-    return _place(layout, layer, layer * num_blocks * layer_bytes(layout), layer_bytes(layout))
-
-
-def layer_bytes(layout: BlockLayout) -> int:
-    """Of K and V of one layer of a block."""
-    return layout.offset_bytes(block=0, layer=1, side=K_SIDE)
+    return _place(layout, layer, layer * num_blocks * layout.layer_bytes, layout.layer_bytes)
 
 
 def _place(layout: BlockLayout, layer: int, layer_offset: int, block_stride: int) -> Place:
     if not 0 <= layer < layout.num_layers:
         raise KernelError(f"layer {layer} of {layout.num_layers}")
-    side_stride = layout.offset_bytes(block=0, layer=0, side=V_SIDE)
     return Place(
         layer_offset=layer_offset,
         block_stride=block_stride,
-        side_stride=side_stride,
-        k_head_stride=layout.offset_bytes(block=0, layer=0, side=K_SIDE, kv_head=1),
-        v_head_stride=layout.offset_bytes(block=0, layer=0, side=V_SIDE, kv_head=1) - side_stride,
+        side_stride=layout.offset_bytes(block=0, layer=0, side=V_SIDE),
+        k_head_stride=layout.head_bytes[K_SIDE],
+        v_head_stride=layout.head_bytes[V_SIDE],
     )

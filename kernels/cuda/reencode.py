@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from remora.kernels.base import KVMemory
 from remora.kernels.cuda.device import Device
 from remora.kernels.cuda.operations import check_rows
-from remora.kernels.cuda.place import Place, block_major, layer_bytes
 from remora.kernels.cuda.source import KV_FORMATS, CudaSource
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
 from remora.kernels.reference.reencode import check_reencode
@@ -44,6 +43,5 @@ def reencode_blocks(
 
 def _strides(layout: BlockLayout, side: int) -> tuple[np.int64, ...]:
     """Of one side, in bytes: where it begins in a block, then from block to block, layer to layer, head to head."""
-    place: Place = block_major(layout, 0)
-    head_stride = place.k_head_stride if side == K_SIDE else place.v_head_stride
-    return tuple(map(np.int64, (side * place.side_stride, place.block_stride, layer_bytes(layout), head_stride)))
+    start = layout.offset_bytes(block=0, layer=0, side=side)
+    return tuple(map(np.int64, (start, layout.block_bytes, layout.layer_bytes, layout.head_bytes[side])))
