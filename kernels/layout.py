@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from remora.namespaces.geometry import QUANTISED, SCALE_BYTES, KVGeometry, row_bytes, scales_per_row
+from remora.namespaces.geometry import SCALE_BYTES, KVGeometry, row_bytes, scales_per_row
 from remora.platform.base.errors import KernelError
 
 #: Index of K and of V in the second axis of the views.
@@ -53,11 +53,6 @@ class BlockLayout:
         )
         #: Of K and V of one layer of a block.
         self.layer_bytes = self.num_kv_heads * sum(self.head_bytes)
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether K or V is held in integers."""
-        return any(precision in QUANTISED for precision in self.precisions)
 
     @property
     def precision(self) -> str:
