@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.platform.base import telemetry_names as names
-from remora.platform.base.errors import RemoraError
 from remora.platform.http.api_types import ChatCompletion, ChatCompletionChunk
 from remora.platform.http.body import read_model
 from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.choice_writers import ChatChoiceWriter
 from remora.platform.http.disconnect import until_disconnect
-from remora.platform.http.errors import error_document
-from remora.platform.http.generation import ChoiceDelta, Generation
+from remora.platform.http.generation import Generation
+from remora.platform.http.generation_answers import answer_chunks, whole_answer
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services
 from remora.platform.http.session_prompt import chat_prompt, rendered_behind
-from remora.platform.http.sse import DONE, EventStream, event
+from remora.platform.http.sse import EventStream
 
 
 def chat_routes(services: Services) -> APIRouter:
@@ -51,13 +47,14 @@ def chat_routes(services: Services) -> APIRouter:
                     field="messages",
                     added=added,
                 )
+                writers = [ChatChoiceWriter(index, tokenizer) for index in range(generation.num_choices)]
                 first = await generation.next_deltas()
-                answer = None if body.stream else await _whole(generation, first, tokenizer)
+                answer = None if body.stream else await whole_answer(ChatCompletion, generation, first, writers)
         except BaseException as error:
             generation.finish(error)
             raise
         if answer is None:
-            chunks = _chunks(generation, first, tokenizer, include_usage=body.include_usage)
+            chunks = answer_chunks(ChatCompletionChunk, generation, first, writers, include_usage=body.include_usage)
             return EventStream(chunks, on_end=generation.finish, headers=generation.headers())
         generation.finish()
         return MsgspecJSONResponse(answer, headers=generation.headers())
@@ -74,55 +71,3 @@ async def render_prompt(tokenizer: ChatTokenizer, body: ChatRequest) -> tuple[in
         add_generation_prompt=body.add_generation_prompt,
         arguments=body.chat_template_kwargs,
     )
-
-
-async def _whole(generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer) -> ChatCompletion:
-    writers = [ChatChoiceWriter(index, tokenizer) for index in range(generation.num_choices)]
-    deltas = first
-    while deltas:
-        for index, delta in deltas:
-            writers[index].add(delta)
-        deltas = await generation.next_deltas()
-    return ChatCompletion(
-        id=generation.id,
-        created=generation.created,
-        model=generation.model_id,
-        system_fingerprint=generation.system_fingerprint,
-        choices=[writer.whole() for writer in writers],
-        usage=generation.usage(),
-    )
-
-
-async def _chunks(
-    generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer, *, include_usage: bool
-) -> AsyncIterator[bytes]:
-    """Server-sent events. All deltas of one step leave in one piece."""
-    chunk = ChatCompletionChunk(
-        id=generation.id,
-        created=generation.created,
-        model=generation.model_id,
-        system_fingerprint=generation.system_fingerprint,
-        choices=[],
-        usage=None if include_usage else msgspec.UNSET,
-    )
-    writers = [ChatChoiceWriter(index, tokenizer) for index in range(generation.num_choices)]
-    deltas = first
-    try:
-        while deltas:
-            parts: list[bytes] = []
-            for index, delta in deltas:
-                for choice in writers[index].chunks(delta):
-                    chunk.choices = [choice]
-                    parts.append(event(chunk))
-            if parts:
-                yield b"".join(parts)
-            deltas = await generation.next_deltas()
-    except RemoraError as error:
-        generation.finish(error)
-        yield event(error_document(error)) + DONE
-        return
-    if include_usage:
-        chunk.choices, chunk.usage = [], generation.usage()
-        yield event(chunk) + DONE
-    else:
-        yield DONE

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.platform.base import telemetry_names as names
-from remora.platform.base.errors import RemoraError
 from remora.platform.http.api_types import Completion
 from remora.platform.http.body import read_model
 from remora.platform.http.choice_writers import TextChoiceWriter
 from remora.platform.http.completion_request import CompletionRequest
 from remora.platform.http.disconnect import until_disconnect
-from remora.platform.http.errors import error_document
-from remora.platform.http.generation import ChoiceDelta, Generation
+from remora.platform.http.generation import Generation
+from remora.platform.http.generation_answers import answer_chunks, whole_answer
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
 from remora.platform.http.session_prompt import text_prompt
-from remora.platform.http.sse import DONE, EventStream, event
+from remora.platform.http.sse import EventStream
 
 
 def completion_routes(services: Services) -> APIRouter:
@@ -53,13 +49,14 @@ def completion_routes(services: Services) -> APIRouter:
                     added=added,
                 )
                 echoes = _echoes(tokenizer, body, prompts)
+                writers = [TextChoiceWriter(index, tokenizer, echo) for index, echo in enumerate(echoes)]
                 first = await generation.next_deltas()
-                answer = None if body.stream else await _whole(generation, first, tokenizer, echoes)
+                answer = None if body.stream else await whole_answer(Completion, generation, first, writers)
         except BaseException as error:
             generation.finish(error)
             raise
         if answer is None:
-            chunks = _chunks(generation, first, tokenizer, echoes, include_usage=body.include_usage)
+            chunks = answer_chunks(Completion, generation, first, writers, include_usage=body.include_usage)
             return EventStream(chunks, on_end=generation.finish, headers=generation.headers())
         generation.finish()
         return MsgspecJSONResponse(answer, headers=generation.headers())
@@ -88,62 +85,3 @@ def _echoes(tokenizer: ChatTokenizer, body: CompletionRequest, prompts: list[tup
         for prompt, token_ids in zip(body.prompt, prompts, strict=True)
     ]
     return [text for text in texts for _ in range(body.n or 1)]
-
-
-async def _whole(
-    generation: Generation, first: list[ChoiceDelta], tokenizer: ChatTokenizer, echoes: list[str]
-) -> Completion:
-    writers = [TextChoiceWriter(index, tokenizer, echo) for index, echo in enumerate(echoes)]
-    deltas = first
-    while deltas:
-        for index, delta in deltas:
-            writers[index].add(delta)
-        deltas = await generation.next_deltas()
-    return Completion(
-        id=generation.id,
-        created=generation.created,
-        model=generation.model_id,
-        system_fingerprint=generation.system_fingerprint,
-        choices=[writer.whole() for writer in writers],
-        usage=generation.usage(),
-    )
-
-
-async def _chunks(
-    generation: Generation,
-    first: list[ChoiceDelta],
-    tokenizer: ChatTokenizer,
-    echoes: list[str],
-    *,
-    include_usage: bool,
-) -> AsyncIterator[bytes]:
-    """Server-sent events. All deltas of one step leave in one piece."""
-    chunk = Completion(
-        id=generation.id,
-        created=generation.created,
-        model=generation.model_id,
-        system_fingerprint=generation.system_fingerprint,
-        choices=[],
-        usage=None if include_usage else msgspec.UNSET,
-    )
-    writers = [TextChoiceWriter(index, tokenizer, echo) for index, echo in enumerate(echoes)]
-    deltas = first
-    try:
-        while deltas:
-            parts: list[bytes] = []
-            for index, delta in deltas:
-                for choice in writers[index].chunks(delta):
-                    chunk.choices = [choice]
-                    parts.append(event(chunk))
-            if parts:
-                yield b"".join(parts)
-            deltas = await generation.next_deltas()
-    except RemoraError as error:
-        generation.finish(error)
-        yield event(error_document(error)) + DONE
-        return
-    if include_usage:
-        chunk.choices, chunk.usage = [], generation.usage()
-        yield event(chunk) + DONE
-    else:
-        yield DONE
