@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from remora.deployments.engine.messages import Grammar, SamplingParams
-from remora.namespaces.edits import ContextPlan
-from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, RequestId, SessionId
+import msgspec
+
+from remora.deployments.engine.messages import GenerationRequest, Grammar, SamplingParams
+from remora.deployments.model_card import ModelCard
+from remora.namespaces.edits import ContextPlan, chain_edits
+from remora.namespaces.hashing import chain_hashes
+from remora.platform.base.ids import (
+    BlockHash,
+    Epoch,
+    ModelId,
+    NamespaceId,
+    ReplicaId,
+    RequestId,
+    RouterId,
+    SessionId,
+)
 
 _NO_EPOCH = Epoch(0)
 
@@ -35,3 +48,27 @@ class GenerationJob:
     target: ReplicaId | None = None
     #: W3C headers of the request's span.
     trace_context: Mapping[str, str] | None = None
+
+    def request(
+        self, *, router_id: RouterId, card: ModelCard, root: BlockHash, seed: int, queue_timeout_s: float
+    ) -> GenerationRequest:
+        """The job as replicas take it: with the hashes of the blocks that can be found, behind `root`."""
+        context = self.context or ContextPlan()
+        hashed = self.prompt_token_ids[: context.horizon(len(self.prompt_token_ids), card.max_model_len)]
+        return GenerationRequest(
+            request_id=self.request_id,
+            router_id=router_id,
+            model_id=self.model_id,
+            namespace_id=self.namespace_id,
+            prompt_token_ids=self.prompt_token_ids,
+            block_hashes=tuple(chain_hashes(root, hashed, card.block_tokens, chain_edits(context.edits))),
+            sampling=msgspec.structs.replace(self.sampling, seed=seed),
+            num_choices=self.num_choices,
+            grammar=self.grammar,
+            priority=self.priority,
+            queue_timeout_s=queue_timeout_s,
+            session_id=self.session_id,
+            epoch=self.epoch,
+            context=self.context,
+            trace_context=dict(self.trace_context or {}),
+        )

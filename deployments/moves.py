@@ -111,7 +111,7 @@ class Moves:
         that has ended, has no replica yet or is moving already, Unavailable when the target cannot be used.
         """
         core, request = self._core, stream.request
-        candidates = {each.replica_id: each for each in core.candidates(request.model_id)}
+        candidates = {each.replica_id: each for each in core.fleet.candidates(request.model_id)}
         if target not in candidates:
             known = ", ".join(sorted(candidates)) or "none"
             raise InvalidRequest(
@@ -167,7 +167,7 @@ class Moves:
     async def _precopy_rounds(self, stream: RequestStream, source: ReplicaId, target: ReplicaId) -> TokenCounts:
         """Copies ahead until less than a block is new, or it is not worth another round."""
         request = stream.request
-        card = await self._core.card(request.model_id)
+        card = await self._core.fleet.card(request.model_id)
         num_shared = num_copied = num_ahead = 0
         for number in range(MAX_PRECOPY_ROUNDS):
             token_ids = request.prompt_token_ids + stream.log.token_ids()[0]
@@ -221,7 +221,7 @@ class Moves:
 
     def drain(self) -> None:
         """Starts to empty every draining replica that has requests and is not being emptied yet."""
-        for replica_id in self._core.draining():
+        for replica_id in self._core.fleet.draining():
             if replica_id not in self._draining and self._core.streams_at(replica_id):
                 task = asyncio.create_task(self._empty(replica_id), name=f"drain-{replica_id}")
                 self._draining[replica_id] = task
@@ -233,7 +233,7 @@ class Moves:
 
         async def leave(stream: RequestStream) -> None:
             async with permits:
-                candidates = self._core.candidates(stream.request.model_id)
+                candidates = self._core.fleet.candidates(stream.request.model_id)
                 if stream.replica_id != replica_id or not candidates:
                     return
                 try:

@@ -46,7 +46,7 @@ async def change_precision(
             field="kv_precision",
         )
     model_id = ModelId(core.catalog.namespaces[namespace_id].model)
-    replicas = [each for each in core.connections() if each.connected and _serves(core, each, model_id)]
+    replicas = [each for each in core.fleet.connections() if each.connected and _serves(core, each, model_id)]
     if not replicas:
         raise Unavailable(f"No replica of {model_id!r} is up to say whether it has this precision; try again.")
     try:
@@ -60,7 +60,7 @@ async def change_precision(
 
 
 def _serves(core: RouterCore, connection: ReplicaConnection, model_id: ModelId) -> bool:
-    return core.listed(connection.replica_id).model_id == model_id
+    return core.fleet.listed(connection.replica_id).model_id == model_id
 
 
 async def _ask(call: Awaitable[None]) -> None:

@@ -83,7 +83,7 @@ class Rebalancer:
             requests = [movable for stream in streams.values() if (movable := _movable(stream)) is not None]
             free: FreeTokens = {}
             if requests and rules.lacks_memory(reports):
-                free = free_tokens(await self._pool_reports(), await self._core.card(model_id))
+                free = free_tokens(await self._pool_reports(), await self._core.fleet.card(model_id))
             decision = rules.decide(asyncio.get_running_loop().time(), reports, requests, free)
             if decision is not None:
                 decisions.append(decision)
@@ -93,12 +93,12 @@ class Rebalancer:
     def _reports(self, model_id: ModelId) -> list[ReplicaReport]:
         """Of the replicas that take requests of the model."""
         device_tokens: Counter[PoolId] = Counter()
-        for connection in self._core.connections():
+        for connection in self._core.fleet.connections():
             if connection.card is not None:
                 device_tokens[connection.card.pool_id] += _running_tokens(connection)
         reports = []
-        for candidate in self._core.candidates(model_id):
-            found = self._core.connection(candidate.replica_id)
+        for candidate in self._core.fleet.candidates(model_id):
+            found = self._core.fleet.connection(candidate.replica_id)
             if found is not None:
                 reports.append(
                     ReplicaReport(

@@ -15,25 +15,20 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from remora.deployments.catalog import Catalog
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest
+from remora.deployments.fleet import Fleet
 from remora.deployments.generation_job import GenerationJob
 from remora.deployments.listed import Listed
-from remora.deployments.model_card import ModelCard
 from remora.deployments.moves import Moves
-from remora.deployments.placement import Candidate
 from remora.deployments.placer import Placer
 from remora.deployments.replica_connection import Connect, ReplicaConnection
 from remora.deployments.request_stream import RequestStream, error_of
 from remora.deployments.router_stats import ResumeReason, RouterStats
-from remora.namespaces.edits import ContextPlan, chain_edits
-from remora.namespaces.hashing import chain_hashes
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import Conflict, IntegrityError, OverQuota, RemoraError, Unavailable
-from remora.platform.base.ids import ModelId, ReplicaId, RequestId, RouterId, SessionId
+from remora.platform.base.ids import ReplicaId, RequestId, RouterId, SessionId
 from remora.platform.base.telemetry import span
 
 logger = logging.getLogger(__name__)
@@ -58,13 +53,9 @@ class RouterCore:
         self.config = config
         self.router_id = router_id
         self.stats = stats or RouterStats()
-        self._connect = connect
         self.catalog = Catalog(config)
+        self.fleet = Fleet(self.catalog, connect, self, router_id=router_id, card_timeout_s=config.http.queue_timeout_s)
         self.moves = Moves(self)
-        self._cards: dict[ModelId, ModelCard] = {}
-        self._connections: dict[ReplicaId, ReplicaConnection] = {}
-        self._listed: dict[ReplicaId, Listed] = {}
-        self._tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         #: By the id of their current attempt.
         self._streams: dict[RequestId, RequestStream] = {}
         #: Streams without a replica, oldest first.
@@ -77,15 +68,7 @@ class RouterCore:
 
     def update_replicas(self, listed: Mapping[ReplicaId, Listed]) -> None:
         """Takes over the directory: connects to replicas that are new in it, leaves those that are gone."""
-        self._listed = {key: each for key, each in listed.items() if each.model_id in self.catalog.models}
-        for replica_id in [known for known in self._tasks if known not in self._listed]:
-            self._connections.pop(replica_id)
-            self._tasks.pop(replica_id).cancel()
-        for replica_id in self._listed:
-            if replica_id not in self._tasks:
-                connection = ReplicaConnection(replica_id, self._connect(replica_id), self.router_id, self)
-                self._connections[replica_id] = connection
-                self._tasks[replica_id] = asyncio.create_task(connection.run(), name=f"feed-{replica_id}")
+        self.fleet.update(listed)
         self._assign_waiting()
         self.moves.drain()
 
@@ -94,34 +77,9 @@ class RouterCore:
         await self.moves.stop()
         for stream in list(self._streams.values()):
             self._fail(stream, Unavailable("the router is shutting down"))
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.fleet.stop()
 
     # ---- questions ---------------------------------------------------------------------------------------------------
-
-    def connections(self) -> list[ReplicaConnection]:
-        """Of all listed replicas, connected or not."""
-        return list(self._connections.values())
-
-    def connection(self, replica_id: ReplicaId) -> ReplicaConnection | None:
-        return self._connections.get(replica_id)
-
-    def listed(self, replica_id: ReplicaId) -> Listed:
-        return self._listed[replica_id]
-
-    def candidates(self, model_id: ModelId) -> list[Candidate]:
-        """Connected replicas of the model that take requests."""
-        return [connection.candidate() for connection in self._connected(model_id)]
-
-    def draining(self) -> list[ReplicaId]:
-        """Replicas that take nothing new."""
-        return [
-            replica_id
-            for replica_id, connection in self._connections.items()
-            if connection.leaving or not self._listed[replica_id].accepts
-        ]
 
     def streams_at(self, replica_id: ReplicaId) -> list[RequestStream]:
         """Unfinished requests whose current attempt is there."""
@@ -131,28 +89,6 @@ class RouterCore:
         """The session's unfinished request, if this router has it."""
         found = (stream for stream in self._streams.values() if stream.request.session_id == session_id)
         return next(found, None)
-
-    def is_ready(self, model_id: ModelId) -> bool:
-        """Whether a replica of the model is connected now."""
-        return bool(self._connected(model_id))
-
-    def missing_models(self) -> list[ModelId]:
-        """Models without a connected replica."""
-        return [model_id for model_id in self.catalog.models if not self.is_ready(model_id)]
-
-    def known_card(self, model_id: ModelId) -> ModelCard | None:
-        """The model's card; None before its first replica."""
-        return self._cards.get(model_id)
-
-    async def card(self, model_id: ModelId) -> ModelCard:
-        """The model's card; waits for a first replica up to the queue time-out, then raises Unavailable."""
-        if model_id not in self._cards:
-            deadline_s = asyncio.get_running_loop().time() + self.config.http.queue_timeout_s
-            while model_id not in self._cards:
-                if asyncio.get_running_loop().time() >= deadline_s:
-                    raise Unavailable(f"No replica of the model {model_id!r} is up yet; try again.", retry_after_s=5.0)
-                await asyncio.sleep(0.05)
-        return self._cards[model_id]
 
     @property
     def num_open(self) -> int:
@@ -175,28 +111,15 @@ class RouterCore:
         if num_open >= MAX_OPEN_REQUESTS:
             message = f"{MAX_OPEN_REQUESTS} requests of {job.model_id} are already under way; try again in a second."
             raise OverQuota(message, retry_after_s=1.0)
-        card = await self.card(job.model_id)
+        card = await self.fleet.card(job.model_id)
         # Drawn here and not by a replica, so that a resumed request continues the same random stream.
         seed = self._random.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
-        root = self.catalog.chain_root(job.namespace_id, card.of(job.namespace_id).fingerprint)
-        context = job.context or ContextPlan()
-        hashed = job.prompt_token_ids[: context.horizon(len(job.prompt_token_ids), card.max_model_len)]
-        request = GenerationRequest(
-            request_id=job.request_id,
+        request = job.request(
             router_id=self.router_id,
-            model_id=job.model_id,
-            namespace_id=job.namespace_id,
-            prompt_token_ids=job.prompt_token_ids,
-            block_hashes=tuple(chain_hashes(root, hashed, card.block_tokens, chain_edits(context.edits))),
-            sampling=msgspec.structs.replace(job.sampling, seed=seed),
-            num_choices=job.num_choices,
-            grammar=job.grammar,
-            priority=job.priority,
+            card=card,
+            root=self.catalog.chain_root(job.namespace_id, card.of(job.namespace_id).fingerprint),
+            seed=seed,
             queue_timeout_s=self.config.http.queue_timeout_s,
-            session_id=job.session_id,
-            epoch=job.epoch,
-            context=job.context,
-            trace_context=dict(job.trace_context or {}),
         )
         loop = asyncio.get_running_loop()
         stream = RequestStream(request, started_s=loop.time(), on_close=self._on_close)
@@ -204,13 +127,6 @@ class RouterCore:
         self._streams[stream.attempt_id] = stream
         self._await_replica(stream)
         return stream
-
-    def _connected(self, model_id: ModelId) -> list[ReplicaConnection]:
-        return [
-            connection
-            for replica_id, connection in self._connections.items()
-            if connection.connected and not connection.leaving and self._listed[replica_id].takes(model_id)
-        ]
 
     def _assign_waiting(self) -> None:
         for stream in list(self._waiting.values()):
@@ -227,7 +143,7 @@ class RouterCore:
     def _assign(self, stream: RequestStream) -> None:
         """Gives a waiting request to a replica, if there is one."""
         request = stream.request
-        candidates = self.candidates(request.model_id)
+        candidates = self.fleet.candidates(request.model_id)
         if not candidates:
             return
         attributes = {names.REMORA_REQUEST_ID: stream.attempt_id, names.REMORA_NAMESPACE: request.namespace_id}
@@ -240,7 +156,8 @@ class RouterCore:
             route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
             route.set_attribute(names.REMORA_ROUTE_OVERLAP_BLOCKS, num_blocks)
         self._stop_waiting(stream)
-        connection = self._connections[choice.replica_id]
+        connection = self.fleet.connection(choice.replica_id)
+        assert connection is not None, "a candidate is connected"
         connection.own_load_tokens += stream.load_tokens
         stream.replica_id = choice.replica_id
         waited_s = asyncio.get_running_loop().time() - stream.started_s
@@ -252,7 +169,7 @@ class RouterCore:
 
     def on_connected(self, connection: ReplicaConnection) -> None:
         assert connection.card is not None
-        self._cards[connection.card.model_id] = connection.card
+        self.fleet.note_card(connection.card)
         self.placer.sources.note(connection.card)
         logger.info("replica %s of %s is connected", connection.replica_id, connection.card.model_id)
         self._assign_waiting()
@@ -360,7 +277,7 @@ class RouterCore:
         """Takes the current attempt away from its replica, stopping it there if it still runs."""
         if stream.replica_id is None:
             return
-        connection = self._connections.get(stream.replica_id)
+        connection = self.fleet.connection(stream.replica_id)
         stream.last_replica_id, stream.replica_id = stream.replica_id, None
         if connection is not None:
             connection.own_load_tokens -= stream.load_tokens
@@ -394,7 +311,8 @@ class RouterCore:
         held = {stream.request_id for stream in self._streams.values()}
         if not held.issuperset(self._waiting) or self._waiting.keys() != self._timers.keys():
             raise IntegrityError("a request waits but is not held, or its timer and it are not together")
-        for replica_id, connection in self._connections.items():
+        for connection in self.fleet.connections():
+            replica_id = connection.replica_id
             load = sum(stream.load_tokens for stream in self._streams.values() if stream.replica_id == replica_id)
             if connection.own_load_tokens != load:
                 raise IntegrityError(f"replica {replica_id} is charged {connection.own_load_tokens} tokens, not {load}")

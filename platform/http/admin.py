@@ -50,16 +50,16 @@ def admin_routes(services: Services) -> APIRouter:
     @router.get("/v1/replicas")
     async def list_replicas() -> Response:
         """Every listed replica, as this router sees it."""
-        connections = core.connections()
+        connections = core.fleet.connections()
         stats = await asyncio.gather(*(replica_stats(connection) for connection in connections))
         return answer(
             [
                 {
                     "id": connection.replica_id,
-                    "model": core.listed(connection.replica_id).model_id,
-                    "node": core.listed(connection.replica_id).node_id,
+                    "model": core.fleet.listed(connection.replica_id).model_id,
+                    "node": core.fleet.listed(connection.replica_id).node_id,
                     "connected": connection.connected,
-                    "draining": connection.leaving or not core.listed(connection.replica_id).accepts,
+                    "draining": connection.leaving or not core.fleet.listed(connection.replica_id).accepts,
                     "load_tokens": connection.reported.load_tokens,
                     "card": _card(connection),
                     "stats": figures,
@@ -71,14 +71,14 @@ def admin_routes(services: Services) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text: every router, every replica, every pool."""
-        connections = core.connections()
+        connections = core.fleet.connections()
         routers, pools, *stats = await asyncio.gather(
             services.routers.families(),
             services.pools.reports(),
             *(replica_stats(connection) for connection in connections),
         )
         replicas = {
-            (connection.replica_id, core.listed(connection.replica_id).model_id): figures
+            (connection.replica_id, core.fleet.listed(connection.replica_id).model_id): figures
             for connection, figures in zip(connections, stats, strict=True)
             if figures is not None
         }

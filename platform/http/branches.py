@@ -139,7 +139,7 @@ class Branches:
         """Lets the parent's pool have the blocks that all prompts begin with, unless it has most of them: else each
         branch would compute them. What cannot be had now is computed by the branches."""
         parent, core = self._parent, self._services.core
-        card = core.known_card(parent.model_id)
+        card = core.fleet.known_card(parent.model_id)
         if len(runs) < 2 or card is None or parent.edits or parent.pending or parent.context.overflow == "roll":
             return
         common = _common_prefix([run.prompt for run in runs])[: card.max_model_len - 1]

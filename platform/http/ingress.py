@@ -86,7 +86,7 @@ class HttpRouter:
         )
 
     def _keep_trace_everywhere(self, trace_id: str) -> None:
-        for connection in self._core.connections():
+        for connection in self._core.fleet.connections():
             connection.keep_trace(trace_id)
 
     async def move_own(self, session_id: str, target: str) -> bytes:

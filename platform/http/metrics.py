@@ -73,7 +73,7 @@ class _Answers(Collector):
             "remora_model_ready", "1 when a replica of the model is connected.", labels=("model",)
         )
         for model_id in self._core.catalog.models:
-            ready.add_metric((model_id,), float(self._core.is_ready(model_id)))
+            ready.add_metric((model_id,), float(self._core.fleet.is_ready(model_id)))
         yield ready
         yield GaugeMetricFamily("remora_router_open_requests", "Unfinished requests.", value=self._core.num_open)
         yield GaugeMetricFamily(

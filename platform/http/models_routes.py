@@ -18,7 +18,7 @@ def model_routes(services: Services, *, created: int) -> APIRouter:
     core = services.core
 
     def shown(caller: Caller, model_id: ModelId) -> dict[str, Any]:
-        card = core.known_card(model_id)
+        card = core.fleet.known_card(model_id)
         model = core.catalog.models[model_id]
         return {
             "id": model_id,
@@ -27,7 +27,7 @@ def model_routes(services: Services, *, created: int) -> APIRouter:
             "owned_by": "remora",
             "root": model.source,
             "max_model_len": None if card is None else card.max_model_len,
-            "ready": core.is_ready(model_id),
+            "ready": core.fleet.is_ready(model_id),
             "namespaces": list(caller.namespaces_of(core.catalog, model_id)),
         }
 
@@ -53,7 +53,7 @@ def model_routes(services: Services, *, created: int) -> APIRouter:
     @router.get("/ready")
     async def ready() -> Response:
         """503 until every model has a replica."""
-        missing = core.missing_models()
+        missing = core.fleet.missing_models()
         status = {"status": "starting" if missing else "ready", "missing": missing}
         return MsgspecJSONResponse(status, status_code=503 if missing else 200)
 

@@ -57,7 +57,7 @@ async def log_for(services: Services, state: SessionState, model_id: ModelId, na
 
 async def _has_equal_kv(services: Services, state: SessionState, log: ModelLog) -> bool:
     """Whether KV that the session's model computed is what the other one would compute."""
-    old, new = services.core.known_card(state.model_id), await services.core.card(log.model_id)
+    old, new = services.core.fleet.known_card(state.model_id), await services.core.fleet.card(log.model_id)
     return old is not None and old.of(state.namespace_id).fingerprint == new.of(log.namespace_id).fingerprint
 
 
@@ -114,7 +114,7 @@ async def bring(services: Services, state: SessionState, log: ModelLog) -> Moved
     Raises ContextLengthExceeded when the log does not fit the model, Unavailable when no replica of it takes it.
     """
     core, started_s = services.core, time.monotonic()
-    card = await core.card(log.model_id)
+    card = await core.fleet.card(log.model_id)
     new = msgspec.structs.replace(
         state,
         model_id=log.model_id,
@@ -211,7 +211,7 @@ def transfer_document(moved: Moved) -> dict[str, object]:
 
 
 def _least_loaded(services: Services, model_id: ModelId) -> ReplicaId:
-    candidates = services.core.candidates(model_id)
+    candidates = services.core.fleet.candidates(model_id)
     if not candidates:
         raise Unavailable(f"No replica of {model_id!r} takes requests now; try again.")
     return least_loaded(candidates).replica_id

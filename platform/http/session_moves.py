@@ -92,7 +92,7 @@ def move_routes(services: Services) -> APIRouter:
 
     async def drain(request: Request, replica_id: str, *, draining: bool) -> Response:
         await read_model(request, EmptyBody, max_bytes)
-        connection = core.connection(ReplicaId(replica_id))
+        connection = core.fleet.connection(ReplicaId(replica_id))
         if connection is None:
             raise NotFound(f"There is no replica {replica_id!r}; GET /v1/replicas lists them.", field="replica_id")
         await connection.link.drain(draining)
@@ -105,10 +105,10 @@ def find_target(core: RouterCore, model_id: ModelId, to: Destination) -> Replica
     """Raises InvalidRequest when no replica of the model that takes requests is there."""
     candidates = [
         each
-        for each in core.candidates(model_id)
+        for each in core.fleet.candidates(model_id)
         if to.replica in (None, each.replica_id)
         and to.pool in (None, each.pool_id)
-        and to.node in (None, core.listed(each.replica_id).node_id)
+        and to.node in (None, core.fleet.listed(each.replica_id).node_id)
     ]
     if not candidates:
         wanted = next(f"{name} {value!r}" for name, value in to.model_dump().items() if value is not None)
@@ -125,7 +125,7 @@ async def _move_idle(services: Services, state: SessionState, target: ReplicaId)
     tokens = TokenCounts(shared=len(token_ids))
     if core.moves.pool_of(state.owner) != core.moves.pool_of(target) and token_ids:
         request_id = RequestId(f"move-{uuid.uuid4().hex}")
-        context = SessionContext(await core.card(state.model_id), state)
+        context = SessionContext(await core.fleet.card(state.model_id), state)
         log = context.engine_tokens(tuple(token_ids))
         job = precopy_job(
             request_id, state.model_id, state.namespace_id, log, target, owner=state.owner, context=context.plan

@@ -188,7 +188,7 @@ def _listed_namespaces(caller: Caller, wanted: str | None) -> list[NamespaceId |
 async def _blocks(services: Services, state: SessionState) -> dict[str, Any] | None:
     """Full blocks of the log, and how many of the first of them each pool has in its device's memory; None while no
     replica has said how long a block is."""
-    card = services.core.known_card(state.model_id)
+    card = services.core.fleet.known_card(state.model_id)
     if card is None:
         return None
     fingerprint = card.of(state.namespace_id).fingerprint

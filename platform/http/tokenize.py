@@ -64,7 +64,7 @@ def tokenize_routes(services: Services) -> APIRouter:
             text = body.prompt or ""
             field, special = "prompt", body.add_special_tokens is not False
         tokens = await encode(tokenizer, text, add_special_tokens=special, field=field)
-        card = await services.core.card(model_id)
+        card = await services.core.fleet.card(model_id)
         answer = {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens, "token_strs": None}
         if body.return_token_strs:
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in tokens]

@@ -55,7 +55,7 @@ class Cluster:
         await self.settle(
             lambda: all(
                 connection.connected or not self.replicas[connection.replica_id].alive
-                for connection in self.core.connections()
+                for connection in self.core.fleet.connections()
             )
         )
 

@@ -27,7 +27,7 @@ async def leave(cluster: Any, replica: Any) -> None:
     replica.leaving = True
     late = await cluster.core.open(dataclasses.replace(job(), request_id=f"late-{replica.replica_id}",
                                                        target=replica.replica_id))  # fmt: skip
-    await cluster.settle(lambda: cluster.core.connection(replica.replica_id).leaving)
+    await cluster.settle(lambda: cluster.core.fleet.connection(replica.replica_id).leaving)
     late.close()
 
 
@@ -55,7 +55,7 @@ async def test_requests_leave_a_stopping_replica_without_a_gap_and_what_it_never
     assert await read(late) == [text(expected_token, late)]
     assert (stream.num_lost, late.num_lost) == (0, 0)
     assert (resumed(cluster, "replica_lost"), resumed(cluster, "unavailable")) == (0, 1)
-    await cluster.settle(lambda: not cluster.core.connection(a.replica_id).connected)
+    await cluster.settle(lambda: not cluster.core.fleet.connection(a.replica_id).connected)
     assert a.hub.num_open() == 0, "so that the replica can end at once"
 
 

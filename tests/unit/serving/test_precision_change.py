@@ -41,8 +41,8 @@ async def test_replicas_are_asked_then_pools_told_then_new_requests_are_hashed_u
     await cluster.add(first, second)
     await change_precision(cluster.core, pools, CHAT, INT8, lambda quota: quota)
     assert first.prepared == second.prepared == pools.told == [(CHAT, INT8)]
-    await cluster.settle(lambda: cluster.core.known_card(ModelId("tiny")).of(CHAT).fingerprint == b"int8/int8")
-    assert cluster.core.known_card(ModelId("tiny")).of(TEAM).fingerprint == b"f" * 32
+    await cluster.settle(lambda: cluster.core.fleet.known_card(ModelId("tiny")).of(CHAT).fingerprint == b"int8/int8")
+    assert cluster.core.fleet.known_card(ModelId("tiny")).of(TEAM).fingerprint == b"f" * 32
     stream = await cluster.core.open(job("r", prompt=(1, 2, 3, 4, 5), max_tokens=1))
     root = chain_root(b"int8/int8", sharing_domain(CHAT, "", ""))
     assert stream.request.block_hashes == tuple(chain_hashes(root, [1, 2, 3, 4], 4))

@@ -46,7 +46,7 @@ async def two(cluster: Any, make_replica: Any) -> Any:
 async def heard(cluster: Any, *replicas: Any) -> None:
     """The router has what the replicas say of themselves now."""
     for replica in replicas:
-        connection = cluster.core.connection(replica.replica_id)
+        connection = cluster.core.fleet.connection(replica.replica_id)
         await cluster.settle(lambda c=connection, r=replica: c.reported == r.load())
 
 
@@ -141,7 +141,9 @@ async def test_requests_that_wait_for_memory_go_where_the_pool_says_there_is_som
             await replica.prepare_precision(NamespaceId("chat"), ("int8", "int8"))
             await replica.refresh_namespaces()
     await cluster.settle(
-        lambda: all(each.card.of(NamespaceId("chat")).block_bytes == block_bytes for each in cluster.core.connections())
+        lambda: all(
+            each.card.of(NamespaceId("chat")).block_bytes == block_bytes for each in cluster.core.fleet.connections()
+        )
     )
     a.parked_tokens = 40
     (stream,) = await open_all(cluster, a, job("q1", 40))

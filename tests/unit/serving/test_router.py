@@ -133,7 +133,7 @@ async def test_without_any_replica_a_request_is_answered_in_time(cluster: Any, m
     replica = make_replica("a")
     await cluster.add(replica)
     replica.kill()
-    await cluster.settle(lambda: not cluster.core.is_ready(ModelId("tiny")))
+    await cluster.settle(lambda: not cluster.core.fleet.is_ready(ModelId("tiny")))
     stream = await cluster.core.open(job())
     with pytest.raises(Unavailable, match="came up within"):
         await stream.next_deltas()
@@ -193,7 +193,7 @@ async def test_a_frozen_replica_is_left_when_its_feed_falls_silent(
 ) -> None:
     frozen = make_replica("a")
     await cluster.add(frozen)
-    (connection,) = cluster.core.connections()
+    (connection,) = cluster.core.fleet.connections()
     connection._max_silence_s = 0.3
     stream = await cluster.core.open(job(max_tokens=2))
     await cluster.settle(lambda: frozen.running)

@@ -84,7 +84,7 @@ async def test_a_cache_limit_is_a_shorter_context(http: Any, server: Any) -> Non
 async def test_a_cache_limit_holds_more_tokens_in_a_smaller_precision(http: Any, server: Any) -> None:
     await server.replica.prepare_precision("chat", ("int8", "int8"))
     await server.replica.refresh_namespaces()
-    await server.cluster.settle(lambda: server.core.known_card("tiny").of("chat").block_bytes == 128)
+    await server.cluster.settle(lambda: server.core.fleet.known_card("tiny").of("chat").block_bytes == 128)
     await create(http, cache_limit=20 * 256 + 255)
     await say(http, "x" * 70)
     assert server.replica.submitted[-1].context.limit_tokens == 164

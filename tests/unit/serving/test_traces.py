@@ -224,7 +224,7 @@ async def test_replicas_are_told_which_unsampled_traces_are_kept(
     server: Any, http: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     def keep(trace_id: str) -> None:
-        for connection in server.core.connections():
+        for connection in server.core.fleet.connections():
             connection.keep_trace(trace_id)
 
     config = TelemetryConfig(sample_ratio=0.0, keep_slow_s=1000)

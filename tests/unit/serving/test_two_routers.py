@@ -28,7 +28,7 @@ async def two_cores(cluster: Any, make_replica: Any) -> AsyncIterator[tuple[Any,
     await cluster.add(*(make_replica(name, pool=f"pool-{name}", heartbeat_s=0.01) for name in "abc"))
     second = RouterCore(cluster.core.config, cluster.replicas.__getitem__, router_id=RouterId("router-2"))
     second.update_replicas({key: Listed(each.model_id, "node-1", True) for key, each in cluster.replicas.items()})
-    await cluster.settle(lambda: all(each.connected for each in second.connections()))
+    await cluster.settle(lambda: all(each.connected for each in second.fleet.connections()))
     yield cluster.core, second
     second.check_integrity()
     await second.stop()
@@ -57,7 +57,7 @@ async def test_load_that_one_router_brings_is_seen_by_the_other(cluster: Any, tw
     first, second = two_cores
     prompt = tuple(range(100))
     streams = [await first.open(dataclasses.replace(job("big", prompt=prompt), target=ReplicaId("a")))]
-    await cluster.settle(lambda: second.connection(ReplicaId("a")).reported.load_tokens == 100)
+    await cluster.settle(lambda: second.fleet.connection(ReplicaId("a")).reported.load_tokens == 100)
     for i in range(12):
         # Prompts that would spread over all three.
         streams.append(await second.open(job(f"q{i}", prompt=(i,) * 8, max_tokens=1)))
