@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from remora.namespaces.hashing import chain_root, sharing_domain
-from remora.platform.base.config import ModelConfig, NamespaceConfig, RemoraConfig
+from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import NotFound
 from remora.platform.base.ids import BlockHash, ModelId, NamespaceId
+from remora.platform.base.model_config import ModelConfig
+from remora.platform.base.namespace_config import NamespaceConfig
 
 
 class Catalog:

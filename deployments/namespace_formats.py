@@ -18,9 +18,9 @@ from remora.deployments.model_card import NamespaceCard
 from remora.deployments.models.load import LoadedModel
 from remora.kernels.base import KVMemory
 from remora.namespaces.geometry import KVPrecision
-from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import RemoraError
 from remora.platform.base.ids import NamespaceId
+from remora.platform.base.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

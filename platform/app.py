@@ -10,7 +10,8 @@ from ray.serve.schema import LoggingConfig
 
 from remora.deployments.replica import ModelReplica
 from remora.deployments.targeting import TargetedRequestRouter
-from remora.platform.base.config import ModelConfig, RemoraConfig
+from remora.platform.base.config import RemoraConfig
+from remora.platform.base.model_config import ModelConfig
 from remora.platform.base.serve_environment import require_loopback
 from remora.platform.http.ingress import HttpRouter
 

@@ -13,8 +13,8 @@ import msgspec
 
 from remora.deployments.accuracy.measure import Accuracy
 from remora.namespaces.geometry import QUANTISED, KVGeometry
-from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import ModelError
+from remora.platform.base.model_config import ModelConfig
 
 _log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.kernels.base import Decoder, DecoderShape, Weights
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup, Precision
 from remora.namespaces.hashing import kv_fingerprint
-from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import ModelError
+from remora.platform.base.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from remora.deployments.models.canonical_weights import TensorSource

@@ -16,7 +16,7 @@ from remora.deployments.models.transformers_decoder import (
     register_attention,
     trace_attention,
 )
-from remora.platform.base.config import ModelConfig
+from remora.platform.base.model_config import ModelConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

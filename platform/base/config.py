@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
 
-from remora.platform.base.config_types import Name, NamespaceName
+from remora.platform.base.config_types import Name
 from remora.platform.base.config_types import Section as _Section
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.ids import NamespaceId
+from remora.platform.base.model_config import KV_FORMS, KVPrecisionConfig, ModelConfig
+from remora.platform.base.namespace_config import NamespaceConfig
 from remora.platform.base.namespace_tree import parent_of
 from remora.platform.base.rebalance_config import RebalanceConfig
 from remora.platform.base.serve_environment import DRAIN_TIMEOUT_S, is_loopback
@@ -57,101 +59,6 @@ class DeviceConfig(_Section):
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     #: Which cached block goes first: docs/eviction.md.
     eviction: Literal["lru", "s3fifo", "arc", "value"] = "value"
-
-
-KVWord = Literal["bf16", "fp32", "int8", "int5", "int4"]
-
-
-class KVPrecisionConfig(_Section):
-    """K and V apart: `{k: int8, v: int4}`."""
-
-    k: KVWord = "bf16"
-    v: KVWord = "bf16"
-
-
-#: How pydantic's locations call the two forms of kv_precision; messages leave them out.
-KV_FORMS = ("both", "apart")
-KVPrecision = Annotated[
-    Annotated[KVWord, Tag("both")] | Annotated[KVPrecisionConfig, Tag("apart")],
-    Discriminator(lambda value: "apart" if isinstance(value, dict | KVPrecisionConfig) else "both"),
-]
-
-
-def precision_pair(given: KVWord | KVPrecisionConfig) -> tuple[KVWord, KVWord]:
-    """Of K and of V. The word int4 alone keeps five bits of K, which needs them more than V."""
-    if isinstance(given, KVPrecisionConfig):
-        return (given.k, given.v)
-    return ("int5", "int4") if given == "int4" else (given, given)
-
-
-class ModelConfig(_Section):
-    """One served model."""
-
-    name: Name
-    #: A local folder, a `.gguf` file, a hub id ("org/name"), or `package:PYTHON_PACKAGE/FILE`.
-    source: Annotated[str, Field(min_length=1)]
-    revision: str | None = None
-    weights: Literal["bf16", "fp32", "int8", "int4"] = "bf16"
-    #: A word for K and V, or one for each.
-    kv_precision: KVPrecision = "bf16"
-    #: Serve in a precision that `remora accuracy` has measured and that failed its gate; its namespaces' too.
-    force_precision: bool = False
-    #: Context in tokens; None: the model's own, at most 8192.
-    max_model_len: Annotated[int, Field(ge=16)] | None = None
-    #: Sequences that run at once in one replica.
-    max_num_seqs: Annotated[int, Field(ge=1, le=1024)] = 32
-    #: Token budget of one engine step: bounds how long a long prompt delays running sequences.
-    max_step_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
-    num_replicas: Annotated[int, Field(ge=1, le=64)] = 1
-    device: Name = "cpu0"
-    #: Further devices of a node with blocks as long: its replicas there are spread over all of them in turn.
-    more_devices: tuple[Name, ...] = ()
-    #: "native" (own decoder), "transformers" (any full-attention causal model, slower), or "auto".
-    backend: Literal["auto", "native", "transformers"] = "auto"
-    trust_remote_code: bool = False
-    #: Namespace of requests that name none; None: the model's first namespace.
-    default_namespace: NamespaceName | None = None
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Names of all devices that its replicas may have."""
-        return (self.device, *self.more_devices)
-
-    @property
-    def kv_precisions(self) -> tuple[KVWord, KVWord]:
-        """Of K and of V."""
-        return precision_pair(self.kv_precision)
-
-
-class NamespaceConfig(_Section):
-    """A share of a device's arena for one model: `guaranteed <= limit`, idle memory in between is borrowed.
-
-    `a/b` is a part of `a`, if there is one: guarantee and limit of `a` count what is below it.
-    """
-
-    name: NamespaceName
-    model: Name
-    guaranteed: ByteSize = ByteSize(0)
-    #: None: the whole arena.
-    limit: ByteSize | None = None
-    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    tenant: str = ""
-    share_group: str = ""
-    #: Precision of its KV, as in models; None: the model's. A part of another namespace has that one's.
-    kv_precision: KVPrecision | None = None
-    #: Sessions kept; beyond it the least recently used one that is neither pinned nor in use goes.
-    max_sessions: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
-    #: When a session's context is full: "error", or "roll": the older half of what is not kept leaves it.
-    context_overflow: Literal["error", "roll"] = "error"
-    #: Tokens at the beginning that a rolling context keeps.
-    keep_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    #: Most KV of one session; None: what the model's context takes.
-    cache_limit: ByteSize | None = None
-
-    @property
-    def kv_precisions(self) -> tuple[KVWord, KVWord] | None:
-        """Of K and of V; None: the model's, or those of the namespace above it."""
-        return None if self.kv_precision is None else precision_pair(self.kv_precision)
 
 
 class TelemetryConfig(_Section):

@@ -12,8 +12,9 @@ from remora.deployments.accuracy.gate import Verdict, VerdictStore, bars_of, has
 from remora.deployments.accuracy.measure import Accuracy, measure, own_text, text_id
 from remora.deployments.models.load import LoadedModel, load_model
 from remora.deployments.models.source import resolve_source
-from remora.platform.base.config import DeviceConfig, ModelConfig, RemoraConfig, load_config, parse_config
+from remora.platform.base.config import DeviceConfig, RemoraConfig, load_config, parse_config
 from remora.platform.base.errors import ConfigError
+from remora.platform.base.model_config import ModelConfig
 from remora.platform.cli.instance import state_dir_of
 from remora.platform.cli.main import EXIT_FAILED
 from remora.platform.cli.ns import kv_words

@@ -10,8 +10,9 @@ from typing import Literal
 import click
 
 from remora.deployments.models.load import load_model
-from remora.platform.base.config import ModelConfig, load_config
+from remora.platform.base.config import load_config
 from remora.platform.base.errors import NotFound
+from remora.platform.base.model_config import ModelConfig
 from remora.platform.cli.batch_load import BatchCase, BatchTimes, run_batch
 from remora.platform.cli.number_list import number_list
 from remora.platform.cli.table import print_table

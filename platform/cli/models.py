@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from remora.deployments.models.source import resolve_source
-from remora.platform.base.config import ModelConfig, load_config
+from remora.platform.base.config import load_config
+from remora.platform.base.model_config import ModelConfig
 from remora.platform.cli.progress import size_text
 from remora.platform.cli.start_checks import check_database, check_memory, check_sizes, plan_models
 

@@ -11,8 +11,9 @@ import click
 
 from remora.deployments.engine.base import EngineConfig
 from remora.namespaces.geometry import KVGeometry, KVPrecision
-from remora.platform.base.config import ModelConfig, RemoraConfig, load_config, parse_config
+from remora.platform.base.config import RemoraConfig, load_config, parse_config
 from remora.platform.base.errors import ModelError
+from remora.platform.base.model_config import ModelConfig
 from remora.platform.cli.progress import size_text
 from remora.platform.cli.start_checks import MIN_BLOCKS_PER_EXTENT, read_spec, weights_bytes
 from remora.platform.cli.table import print_table

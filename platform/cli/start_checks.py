@@ -14,8 +14,9 @@ from remora.deployments.models.model_spec import ModelSpec, served_context_len
 from remora.deployments.models.refusals import check_servable
 from remora.deployments.models.source import ModelFiles, resolve_source
 from remora.kernels.base import DecoderShape
-from remora.platform.base.config import HttpConfig, ModelConfig, RemoraConfig
+from remora.platform.base.config import HttpConfig, RemoraConfig
 from remora.platform.base.errors import ConfigError, ModelError
+from remora.platform.base.model_config import ModelConfig
 from remora.platform.base.state_store import check_database_url, database_url_of
 from remora.platform.cli.progress import size_text
 

@@ -11,8 +11,8 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from remora.platform.base.config import KV_FORMS
 from remora.platform.base.errors import InvalidRequest, NotFound, RemoraError, RequestError
+from remora.platform.base.model_config import KV_FORMS
 
 logger = logging.getLogger(__name__)
 

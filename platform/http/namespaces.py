@@ -11,9 +11,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from remora.deployments.precision_change import change_precision
 from remora.namespaces.commands import Compacted, Quota, Trimmed
-from remora.platform.base.config import KVPrecision, precision_pair
 from remora.platform.base.config_types import DEVICE_TIER, Tier
 from remora.platform.base.ids import NamespaceId
+from remora.platform.base.model_config import KVPrecision, precision_pair
 from remora.platform.http.body import read_model
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body

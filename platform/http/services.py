@@ -14,8 +14,9 @@ from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
 from remora.namespaces.commands import Compacted, Quota, Trimmed
 from remora.namespaces.geometry import KVPrecision
-from remora.platform.base.config import ModelConfig, RemoraConfig
+from remora.platform.base.config import RemoraConfig
 from remora.platform.base.ids import BlockHash, ModelId, NamespaceId
+from remora.platform.base.model_config import ModelConfig
 from remora.platform.base.span_file import StoredSpan
 from remora.platform.base.trace_store import TraceQuery, TraceSummary
 from remora.platform.http.http_stats import HttpStats

@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from remora.namespaces.edits import ContextPolicy
-from remora.platform.base.config import NamespaceConfig
+from remora.platform.base.namespace_config import NamespaceConfig
 from remora.platform.http.errors import invalid_request
 
 #: Part of URLs and of names in logs.

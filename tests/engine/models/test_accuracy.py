@@ -22,8 +22,8 @@ from remora.deployments.models.safetensors_weights import SafetensorsSource
 from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch
 from remora.kernels.grouped import GroupedTensor
-from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import InvalidRequest, ModelError
+from remora.platform.base.model_config import ModelConfig
 from remora.platform.cli.main import remora
 
 TEXT = "A remora travels with a ray, and a ray travels with the current. " * 6

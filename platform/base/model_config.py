@@ -1,0 +1,72 @@
+"""The models of the configuration, and how their KV is stored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from remora.platform.base.config_types import Name, NamespaceName, Section
+
+KVWord = Literal["bf16", "fp32", "int8", "int5", "int4"]
+
+
+class KVPrecisionConfig(Section):
+    """K and V apart: `{k: int8, v: int4}`."""
+
+    k: KVWord = "bf16"
+    v: KVWord = "bf16"
+
+
+#: How pydantic's locations call the two forms of kv_precision; messages leave them out.
+KV_FORMS = ("both", "apart")
+KVPrecision = Annotated[
+    Annotated[KVWord, Tag("both")] | Annotated[KVPrecisionConfig, Tag("apart")],
+    Discriminator(lambda value: "apart" if isinstance(value, dict | KVPrecisionConfig) else "both"),
+]
+
+
+def precision_pair(given: KVWord | KVPrecisionConfig) -> tuple[KVWord, KVWord]:
+    """Of K and of V. The word int4 alone keeps five bits of K, which needs them more than V."""
+    if isinstance(given, KVPrecisionConfig):
+        return (given.k, given.v)
+    return ("int5", "int4") if given == "int4" else (given, given)
+
+
+class ModelConfig(Section):
+    """One served model."""
+
+    name: Name
+    #: A local folder, a `.gguf` file, a hub id ("org/name"), or `package:PYTHON_PACKAGE/FILE`.
+    source: Annotated[str, Field(min_length=1)]
+    revision: str | None = None
+    weights: Literal["bf16", "fp32", "int8", "int4"] = "bf16"
+    #: A word for K and V, or one for each.
+    kv_precision: KVPrecision = "bf16"
+    #: Serve in a precision that `remora accuracy` has measured and that failed its gate; its namespaces' too.
+    force_precision: bool = False
+    #: Context in tokens; None: the model's own, at most 8192.
+    max_model_len: Annotated[int, Field(ge=16)] | None = None
+    #: Sequences that run at once in one replica.
+    max_num_seqs: Annotated[int, Field(ge=1, le=1024)] = 32
+    #: Token budget of one engine step: bounds how long a long prompt delays running sequences.
+    max_step_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
+    num_replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    device: Name = "cpu0"
+    #: Further devices of a node with blocks as long: its replicas there are spread over all of them in turn.
+    more_devices: tuple[Name, ...] = ()
+    #: "native" (own decoder), "transformers" (any full-attention causal model, slower), or "auto".
+    backend: Literal["auto", "native", "transformers"] = "auto"
+    trust_remote_code: bool = False
+    #: Namespace of requests that name none; None: the model's first namespace.
+    default_namespace: NamespaceName | None = None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of all devices that its replicas may have."""
+        return (self.device, *self.more_devices)
+
+    @property
+    def kv_precisions(self) -> tuple[KVWord, KVWord]:
+        """Of K and of V."""
+        return precision_pair(self.kv_precision)
