@@ -7,19 +7,15 @@ is done here in a few lines, synchronously.
 from __future__ import annotations
 
 import os
-import queue
-import random
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from remora.cache_actors.block_exports import as_held, copy_blocks
+from remora.cache_actors.local_delivery import Delivery, Lane
 from remora.cache_actors.port import EngineCommand, LoadPath, OnAnswer, OnEvent
 from remora.namespaces.commands import (
     AddFormat,
@@ -47,9 +43,6 @@ from remora.platform.base.clock import Clock, SystemClock
 from remora.platform.base.errors import ArenaError, StaleLease, Unavailable
 from remora.platform.base.ids import HoldId, LeaseId, ModelId, NamespaceId, ReplicaId
 
-#: How answers and events reach the engine: within `send`; when the test says so; or from threads, a little later.
-Delivery = Literal["inline", "manual", "threads"]
-_MAX_DELAY_S = 0.002
 #: Answers a command in the pool's place; the pool then never sees it. None: the pool answers.
 Deny = Callable[[EngineCommand], AnyAnswer | None]
 
@@ -236,8 +229,7 @@ class LocalPool:
         self._event_no = 0
         self._on_answer: OnAnswer | None = None
         self._on_event: OnEvent | None = None
-        self._answers: deque[Callable[[], None]] = deque()
-        self._events: deque[Callable[[], None]] = deque()
+        self._answers, self._events = Lane(delivery, seed), Lane(delivery, seed + 1)
         answer = device.apply(
             Attach(
                 lease_id=self.lease_id,
@@ -254,13 +246,6 @@ class LocalPool:
             raise ArenaError(f"the local pool refused {model_id}: {answer}")
         self._attached = answer
         device.connect(self)
-        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        if delivery == "threads":
-            for number in range(2):
-                pending: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-                delays = random.Random(seed + number)
-                self._queues.append(pending)
-                threading.Thread(target=_deliver_slowly, args=(pending, delays), name="local-pool", daemon=True).start()
 
     @classmethod
     def alone(
@@ -303,7 +288,7 @@ class LocalPool:
             answer = self._apply(command)
         on_answer, given = self._on_answer, answer
         if on_answer is not None:
-            self._hand_over(0, self._answers, lambda: on_answer(command, given))
+            self._answers.hand_over(lambda: on_answer(command, given))
         self.device.pass_on_events()
 
     async def ask(self, command: EngineCommand) -> AnyAnswer:
@@ -342,48 +327,26 @@ class LocalPool:
         for event in events:
             self._event_no = event.event_no
             if on_event is not None:
-                self._hand_over(1, self._events, _call(on_event, event))
+                self._events.hand_over(_call(on_event, event))
 
     def deliver_answers(self, most: int | None = None) -> int:
         """Manual delivery: hands over the next answers; returns how many."""
-        return _deliver(self._answers, most)
+        return self._answers.deliver(most)
 
     def deliver_events(self, most: int | None = None) -> int:
         """Manual delivery: hands over the next events; returns how many."""
-        return _deliver(self._events, most)
+        return self._events.deliver(most)
 
     @property
     def has_threads(self) -> bool:
         """Whether answers and events come later, from threads."""
-        return bool(self._queues)
+        return self._delivery == "threads"
 
     def close(self) -> None:
         """Ends the delivery threads."""
-        for pending in self._queues:
-            pending.put(None)
-
-    def _hand_over(self, number: int, waiting: deque[Callable[[], None]], deliver: Callable[[], None]) -> None:
-        if self._delivery == "inline":
-            deliver()
-        elif self._delivery == "manual":
-            waiting.append(deliver)
-        else:
-            self._queues[number].put(deliver)
+        self._answers.close()
+        self._events.close()
 
 
 def _call(on_event: OnEvent, event: AnyEvent) -> Callable[[], None]:
     return lambda: on_event(event)
-
-
-def _deliver(waiting: deque[Callable[[], None]], most: int | None) -> int:
-    count = 0
-    while waiting and (most is None or count < most):
-        waiting.popleft()()
-        count += 1
-    return count
-
-
-def _deliver_slowly(pending: queue.SimpleQueue[Callable[[], None] | None], delays: random.Random) -> None:
-    while (deliver := pending.get()) is not None:
-        time.sleep(delays.uniform(0.0, _MAX_DELAY_S))
-        deliver()

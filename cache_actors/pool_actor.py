@@ -17,14 +17,10 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from remora.cache_actors.block_exports import BlockBytes, as_held, hold_command, read_blocks, unhold_command
-from remora.cache_actors.cluster_names import POOL_PREFIX, pool_actor_name, ray_namespace
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.cache_actors.durable_pool import DurablePool
-from remora.cache_actors.pool_calls import await_pool
 from remora.cache_actors.pool_messages import (
     CallReply,
     EventsReply,
@@ -35,6 +31,7 @@ from remora.cache_actors.pool_messages import (
     encode_reply,
 )
 from remora.cache_actors.pool_settings import POOL_LEASE, PoolSettings
+from remora.cache_actors.pool_upkeep import compact
 from remora.cache_actors.process_watch import ProcessWatch
 from remora.cache_actors.stale_files import step_lock_path
 from remora.namespaces.commands import (
@@ -44,7 +41,6 @@ from remora.namespaces.commands import (
     Attached,
     AttachRefused,
     Compact,
-    Compacted,
     Detached,
     EndSession,
     LeaseLost,
@@ -56,19 +52,13 @@ from remora.namespaces.commands import (
 from remora.namespaces.hold_commands import Held, Hold, Unhold
 from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
-from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import IntegrityError, StaleLease
 from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId, SessionId
-
-__all__ = ["PoolActor", "await_pool", "find_pools", "get_or_create_pool"]
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S: Final = 0.1
 _IDLE_S: Final = 0.5
-#: How long a compaction goes on when blocks are in use, and how often it looks whether they have been let go.
-_COMPACTION_S: Final = 10.0
-_COMPACTION_PAUSE_S: Final = 0.02
 
 
 class PoolActor:
@@ -185,24 +175,8 @@ class PoolActor:
         return self._commit([Trim(lease_id=POOL_LEASE, namespace_id=namespace_id, target_bytes=target_bytes)])[0]
 
     async def compact(self, namespace_id: NamespaceId) -> AnyAnswer:
-        """Moves the blocks of the namespace's geometry together, round by round, others' calls in between. Compacted
-        with what all rounds did, or Refused."""
-        total = Compacted()
-        deadline_s = time.monotonic() + _COMPACTION_S
-        while True:
-            answer = self._commit([Compact(lease_id=POOL_LEASE, namespace_id=namespace_id)])[0]
-            if not isinstance(answer, Compacted):
-                return answer
-            total = Compacted(
-                num_moved_blocks=total.num_moved_blocks + answer.num_moved_blocks,
-                num_moving_blocks=answer.num_moving_blocks,
-                num_released_extents=total.num_released_extents + answer.num_released_extents,
-                num_extents=answer.num_extents,
-            )
-            is_done = not answer.num_moved_blocks and not answer.num_moving_blocks
-            if is_done or time.monotonic() > deadline_s:
-                return total
-            await asyncio.sleep(_COMPACTION_PAUSE_S if answer.num_moving_blocks else 0)
+        """Moves the blocks of the namespace's geometry together, round by round. Compacted, or Refused."""
+        return await compact(self._commit, namespace_id)
 
     async def end_sessions(self, session_ids: list[SessionId]) -> None:
         """These sessions are over: what only they had cached goes before anything else."""
@@ -360,39 +334,3 @@ class PoolActor:
             device_uuid=arena.device_uuid() if isinstance(arena, CudaArena) else "",
             ipc_handle=arena.ipc_handle() if isinstance(arena, CudaArena) else b"",
         )
-
-
-def get_or_create_pool(config: RemoraConfig, device_name: str, node_id: str) -> Any:
-    """Handle of the pool actor of a device on a node; the first caller creates it. Ray must be initialised.
-
-    Raises ConfigError for an unknown device; what is wrong with the arena or the quotas shows in `await_pool`.
-    """
-    settings = PoolSettings.from_config(
-        config, device_name, node_id=node_id, session_name=ray.get_runtime_context().get_session_name()
-    )
-    return (
-        ray.remote(PoolActor)
-        .options(
-            name=pool_actor_name(device_name, node_id),
-            namespace=ray_namespace(config.cluster.name),
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            num_cpus=0,
-            num_gpus=1 if settings.device.kind == "cuda" else 0,
-            max_concurrency=4096,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        .remote(settings)
-    )
-
-
-def find_pools(cluster_name: str) -> list[Any]:
-    """Handles of all pool actors of the cluster."""
-    namespace = ray_namespace(cluster_name)
-    return [
-        ray.get_actor(entry["name"], namespace=namespace)
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == namespace and entry["name"].startswith(POOL_PREFIX)
-    ]

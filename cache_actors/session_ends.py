@@ -9,7 +9,7 @@ from typing import Final
 
 from ray.exceptions import RayError
 
-from remora.cache_actors.pool_actor import find_pools
+from remora.cache_actors.pool_handles import find_pools
 from remora.platform.base.ids import SessionId
 
 logger = logging.getLogger(__name__)

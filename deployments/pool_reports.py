@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from ray.exceptions import RayError
 
-from remora.cache_actors.pool_actor import find_pools
+from remora.cache_actors.pool_handles import find_pools
 from remora.cache_actors.pool_messages import PoolBinding, PoolDescription
 from remora.namespaces.commands import Compacted, Quota, Refused, Trimmed
 from remora.namespaces.geometry import KVPrecision

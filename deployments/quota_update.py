@@ -7,7 +7,7 @@ import logging
 import ray
 from ray.exceptions import RayError
 
-from remora.cache_actors.pool_actor import find_pools
+from remora.cache_actors.pool_handles import find_pools
 from remora.cache_actors.pool_messages import PoolDescription
 from remora.cache_actors.pool_settings import PoolSettings
 from remora.namespaces.commands import Refused

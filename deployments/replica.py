@@ -23,9 +23,9 @@ from ray import serve
 
 from remora.cache_actors.block_loader import ThreadedLoader
 from remora.cache_actors.cluster_names import pool_actor_name
-from remora.cache_actors.pool_actor import get_or_create_pool
 from remora.cache_actors.pool_calls import ask_kv_precisions
 from remora.cache_actors.pool_client import PoolClient
+from remora.cache_actors.pool_handles import get_or_create_pool
 from remora.cache_actors.pool_reader import PoolReaders
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.registry import get_or_create_registry

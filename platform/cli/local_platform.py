@@ -181,7 +181,8 @@ class LocalPlatform:
         """On a Ray of its own the pools come first, so that an arena that does not fit is told at once."""
         import ray
 
-        from remora.cache_actors.pool_actor import await_pool, get_or_create_pool
+        from remora.cache_actors.pool_calls import await_pool
+        from remora.cache_actors.pool_handles import get_or_create_pool
 
         node_id = ray.get_runtime_context().get_node_id()
         for device in self._config.devices:
@@ -208,7 +209,7 @@ class LocalPlatform:
         import ray
 
         from remora.cache_actors.cluster_names import ray_namespace
-        from remora.cache_actors.pool_actor import find_pools
+        from remora.cache_actors.pool_handles import find_pools
         from remora.cache_actors.registry import REGISTRY_NAME
 
         pools = find_pools(self._config.cluster.name)

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from remora.cache_actors.local_pool import Delivery, LocalPool
+from remora.cache_actors.local_delivery import Delivery
+from remora.cache_actors.local_pool import LocalPool
 from remora.cache_actors.port import BlockLoader, KVSource, OpenGate
 from remora.deployments.engine.base import EngineConfig, EngineNamespace
 from remora.deployments.engine.engine import Engine

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import replica_probe
 from replica_probe import MakePool, MakeProbe, ReplicaProbe, config, node_id
 
-from remora.cache_actors.pool_actor import await_pool, get_or_create_pool
+from remora.cache_actors.pool_calls import await_pool
+from remora.cache_actors.pool_handles import get_or_create_pool
 from remora.cache_actors.stale_files import cluster_files
 from remora.platform.base import paths
 

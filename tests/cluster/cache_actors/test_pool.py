@@ -16,8 +16,9 @@ import ray
 from replica_probe import KiB, MakePool, MakeProbe, config, node_id
 
 from remora.cache_actors.arena import Arena
-from remora.cache_actors.pool_actor import await_pool, find_pools, get_or_create_pool
+from remora.cache_actors.pool_calls import await_pool
 from remora.cache_actors.pool_client import PoolClient
+from remora.cache_actors.pool_handles import find_pools, get_or_create_pool
 from remora.cache_actors.pool_messages import PoolBinding
 from remora.cache_actors.process_watch import is_alive, process_identity
 from remora.cache_actors.stale_files import cluster_files, journal_path, remove_stale

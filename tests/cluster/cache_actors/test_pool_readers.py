@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from replica_probe import BLOCK_TOKENS, KiB, MakePool, MakeProbe, node_id
 
 from remora.cache_actors.block_loader import ThreadedLoader
-from remora.cache_actors.pool_actor import await_pool
+from remora.cache_actors.pool_calls import await_pool
 from remora.cache_actors.pool_messages import HoldReply
 from remora.cache_actors.pool_reader import PoolReaders, RemotePool
 from remora.cache_actors.port import KVSource, LoadedBlocks, LoadEnd, LoadOrder
