@@ -7,6 +7,11 @@ KV that was kept through an edit, and whatever is computed behind it, is named b
 the edit's digest (namespaces/hashing.py), never by the plain chain of the tokens that are left. A digest says exactly
 what the KV depends on. When kept KV is lost, it cannot be had again from the tokens that are left: they are computed as
 they stand, and an edit of the kind "recomputed" says so and names the result.
+
+KV that was taken over from another fingerprint is named in the same way (hashing.Derivation), and so is what is
+computed behind it:
+
+    KV      a b c d | e f         a to d of another model, e f computed behind them: adopted at 0, recomputed at 4
 """
 
 from __future__ import annotations
@@ -18,9 +23,10 @@ from typing import Final, Literal
 
 import msgspec
 
+from remora.namespaces.hashing import Derivation, DerivedKind
 from remora.platform.base.errors import IntegrityError
 
-EditKind = Literal["removed", "recomputed"]
+EditKind = Literal["removed", "recomputed", DerivedKind]
 _RECOMPUTED: Final = b"recomputed"
 
 
@@ -118,8 +124,20 @@ def after_removal(edits: Edits, token_ids: Sequence[int], removal: Removal) -> E
     return (*_before(edits, removal.start), record)
 
 
+def derived(edits: Edits, derivation: Derivation, start: int, end: int) -> Edits:
+    """KV of [start, end) is taken over from the chain that has these edits, none of them before `start`; behind it
+    everything is computed. Both are multiples of the block length."""
+    if not 0 <= start < end or any(edit.position < start for edit in edits):
+        raise IntegrityError(f"[{start}, {end}) cannot be taken over from a chain with {len(edits)} edits")
+    record = EditRecord(position=start, end=end, digest=derivation.digest, kind=derivation.kind)
+    return recomputed((record, *edits), end)
+
+
 def recomputed(edits: Edits, position: int) -> Edits:
-    """KV from `position` on was lost, or not kept, and is computed from the tokens that are left."""
+    """KV from `position` on was lost, or not kept, and is computed from the tokens that are left. Where nothing but KV
+    that was taken over is lost, with all of it, that makes plain KV."""
+    if _is_plain_without(edits, position):
+        return ()
     digest = _RECOMPUTED + struct.pack("<Q", position)
     record = EditRecord(position=position, end=position, digest=digest, kind="recomputed")
     return (*_before(edits, position), record)
@@ -131,6 +149,11 @@ def truncated(edits: Edits, num_tokens: int) -> Edits:
     if left and kept_end(edits) > num_tokens:
         return recomputed(edits, num_tokens)
     return left
+
+
+def _is_plain_without(edits: Edits, position: int) -> bool:
+    kinds = {edit.kind for edit in edits}
+    return "removed" not in kinds and kinds != {"recomputed"} and bool(kinds) and edits[0].position >= position
 
 
 def _before(edits: Edits, position: int) -> Edits:

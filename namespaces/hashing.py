@@ -3,7 +3,8 @@
     root   = H(fingerprint, sharing domain, salt)              typed and length-prefixed, so fields cannot run together
     hash_0 = H(key=root, tokens of block 0)
     hash_i = H(key=hash_{i-1}, tokens of block i)
-    hash_i = H(key=E(key=hash_{i-1}, edit record), tokens)     when an edit touched block i first (namespaces/edits.py)
+    hash_i = H(key=E(key=hash_{i-1}, edit record), tokens)     when an edit touched block i first (namespaces/edits.py),
+                                                               or KV from there on was taken over from another chain
 
 H is blake2b with a 16-byte digest, keyed by the parent: a collision between two chains is a collision of blake2b, not
 something a prompt can be built for (a weak block hash has been a security hole elsewhere: GHSA-rm76-4mrf-v9r8).
@@ -14,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Literal
 
 import msgspec
 
@@ -26,6 +28,24 @@ _CHAIN = b"remora-block-v1"
 _ROOT = b"remora-root-v1"
 _EDIT = b"remora-edit-v1"
 _FINGERPRINT = b"remora-model-v2"
+_DERIVED = b"remora-derived-1"
+
+#: "converted": re-encoded from another precision. "adopted": computed by another model, and used as it is.
+DerivedKind = Literal["converted", "adopted"]
+
+
+class Derivation(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV was made that lies in a chain of another fingerprint than it was computed under. It is not what would have
+    been computed there, so that it, and all that is computed behind it, is named behind this record."""
+
+    kind: DerivedKind
+    #: Under which it was computed.
+    fingerprint: bytes
+
+    @property
+    def digest(self) -> bytes:
+        """For `edited_parent` and `chain_hashes`."""
+        return blake2b(_encode_fields(self.kind, self.fingerprint), digest_size=HASH_BYTES, person=_DERIVED).digest()
 
 
 def _encode_fields(*fields: str | bytes) -> bytes:
@@ -68,8 +88,8 @@ def next_hash(parent: BlockHash, block_token_ids: Sequence[int]) -> BlockHash:
 
 
 def edited_parent(parent: BlockHash, digest: bytes) -> BlockHash:
-    """What takes the place of `parent` for the first block that an edit touched: nothing behind it meets the plain
-    chain. `digest` names what the edit was."""
+    """What takes the place of `parent` (a root or a block) for the first block that an edit touched, or that was taken
+    over: nothing behind it meets the plain chain. `digest` names the edit or the derivation."""
     return BlockHash(blake2b(digest, digest_size=HASH_BYTES, key=parent, person=_EDIT).digest())
 
 

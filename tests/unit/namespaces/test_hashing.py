@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pool_driver import small_geometry
 
-from remora.namespaces.hashing import chain_hashes, chain_root, kv_fingerprint, next_hash, sharing_domain
+from remora.namespaces.edits import Edits, chain_edits, derived, kept_end, recomputed
+from remora.namespaces.hashing import (
+    Derivation,
+    chain_hashes,
+    chain_root,
+    edited_parent,
+    kv_fingerprint,
+    next_hash,
+    sharing_domain,
+)
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.base.ids import NamespaceId
 
@@ -86,3 +96,45 @@ def test_a_token_that_is_no_token_id_is_refused_by_name(token: float) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chain_hashes(ROOT, [token], 1)  # type: ignore[list-item]
     assert caught.value.field == "prompt"
+
+
+def test_kv_that_was_taken_over_is_named_by_what_it_was_made_of_and_how() -> None:
+    roots = {
+        edited_parent(ROOT, Derivation(kind=kind, fingerprint=fingerprint).digest)
+        for kind in ("adopted", "converted")
+        for fingerprint in (b"a", b"b")
+    }
+    assert len({ROOT, *roots}) == 5
+
+
+ADOPTED = Derivation(kind="adopted", fingerprint=b"other")
+
+
+def names(tokens: list[int], edits: Edits) -> list[bytes]:
+    return list(chain_hashes(ROOT, tokens, 4, chain_edits(edits)))
+
+
+@given(st.lists(st.integers(0, 9), min_size=24, max_size=24), st.integers(0, 3), st.integers(1, 3))
+def test_kv_taken_over_and_what_is_computed_behind_it_are_no_plain_content(
+    tokens: list[int], first: int, count: int
+) -> None:
+    edits = derived((), ADOPTED, 4 * first, 4 * (first + count))
+    found, plain = names(tokens, edits), names(tokens, ())
+    assert found[:first] == plain[:first]
+    assert not set(found[first:]) & set(plain)
+    assert kept_end(edits) == 4 * (first + count)
+    # More or less taken over: equal names as long as both are, and never behind the shorter one.
+    longer = names(tokens, derived((), ADOPTED, 4 * first, 4 * (first + count + 1)))
+    assert found[: first + count] == longer[: first + count]
+    assert not set(found[first + count :]) & set(longer[first + count :])
+
+
+def test_kv_taken_over_that_is_lost_is_computed_and_named_so_and_plain_when_all_is_lost() -> None:
+    tokens = list(range(24))
+    edits = derived((), ADOPTED, 4, 16)
+    part = recomputed(edits, 8)
+    assert names(tokens, part) == names(tokens, derived((), ADOPTED, 4, 8))
+    assert kept_end(part) == 8
+    assert recomputed(edits, 4) == recomputed(edits, 0) == ()
+    # Tokens that are gone make another log: that its KV is new is remembered.
+    assert recomputed((*edits, msgspec.structs.replace(edits[0], kind="removed")), 0) != ()
