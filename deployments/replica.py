@@ -45,7 +45,7 @@ from remora.deployments.stall import StallWatch
 from remora.namespaces.geometry import Precision
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
-from remora.platform.base.errors import Unavailable
+from remora.platform.base.errors import ModelError, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, RouterId
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
@@ -72,6 +72,8 @@ class ModelReplica:
         bind_replica_to_loopback()
         self._config = config
         self._model_config = next(model for model in config.models if model.name == model_name)
+        if self._model_config.pipeline_stages > 1:
+            raise ModelError(f"models.{model_name}.pipeline_stages: pipelines cannot be served yet; leave it out")
         context = serve.get_replica_context()
         self._device = config.device_of(self._model_config, context.rank.local_rank)
         self._catalog = Catalog(config)

@@ -72,6 +72,11 @@ true
 remora_device_{{ . }}
 {{- end -}}
 
+{{/* Device on which a model's replicas compute; of a pipeline, the first stage's. */}}
+{{- define "remora.firstDevice" -}}
+{{- default (default "cpu0" .device) (first (default (list) .stage_devices)) -}}
+{{- end -}}
+
 {{- define "remora.serveConfig" -}}
 {{- $document := include "remora.document" . -}}
 proxy_location: EveryNode
@@ -98,6 +103,6 @@ applications:
         ray_actor_options:
           num_cpus: 0.01
           # On a node that holds the model's device.
-          resources: {{ dict (include "remora.deviceResource" (default "cpu0" .device)) 1 | toJson }}
+          resources: {{ dict (include "remora.deviceResource" (include "remora.firstDevice" .)) 1 | toJson }}
       {{- end }}
 {{- end -}}

@@ -68,14 +68,14 @@
 {{- end -}}
 {{- end -}}
 {{- range $config.models -}}
-{{- $device := default "cpu0" .device -}}
+{{- $device := include "remora.firstDevice" . -}}
 {{- if not (has $device $offered) -}}
 {{- fail (printf "workers: no group holds the device %q of the model %q" $device .name) -}}
 {{- end -}}
 {{- $model := . -}}
 {{- range $worker := $root.Values.workers -}}
 {{- if has $device $worker.devices -}}
-{{- range $model.more_devices -}}
+{{- range concat (default (list) $model.more_devices) (default (list) $model.stage_devices) -}}
 {{- if not (has . $worker.devices) -}}
 {{- fail (printf "workers.%s.devices: holds %q of the model %q, but not %q, where its replicas would be as well" $worker.name $device $model.name .) -}}
 {{- end -}}

@@ -17,7 +17,7 @@ from remora.platform.base.config_types import Name
 from remora.platform.base.config_types import Section as _Section
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.ids import NamespaceId
-from remora.platform.base.model_config import KV_FORMS, KVPrecisionConfig, ModelConfig
+from remora.platform.base.model_config import KV_FORMS, KVPrecisionConfig, ModelConfig, check_stages
 from remora.platform.base.namespace_config import NamespaceConfig
 from remora.platform.base.namespace_tree import parent_of
 from remora.platform.base.rebalance_config import RebalanceConfig
@@ -135,16 +135,8 @@ class RemoraConfig(_Section):
         devices = {device.name: device for device in self.devices}
         models = {model.name: model for model in self.models}
         for model in self.models:
-            if model.device not in devices:
-                raise ValueError(f"models.{model.name}.device: no device {model.device!r}; one of {sorted(devices)}")
-            for name in model.more_devices:
-                if name not in devices or model.devices.count(name) > 1:
-                    raise ValueError(f"models.{model.name}.more_devices: {name!r} is no other of {sorted(devices)}")
-                if devices[name].block_tokens != devices[model.device].block_tokens:
-                    raise ValueError(
-                        f"models.{model.name}.more_devices: block_tokens of {name!r} are "
-                        f"{devices[name].block_tokens}, those of {model.device!r} {devices[model.device].block_tokens}"
-                    )
+            check_stages(model)
+            _check_devices(model, devices)
             if model.default_namespace is not None and model.default_namespace not in {
                 namespace.name for namespace in self.namespaces if namespace.model == model.name
             }:
@@ -163,6 +155,11 @@ class RemoraConfig(_Section):
                 raise ValueError(
                     f"namespaces.{namespace.name}.guaranteed: {namespace.guaranteed} bytes exceed its limit "
                     f"of {namespace.limit} bytes"
+                )
+            if namespace.kv_precision is not None and models[namespace.model].pipeline_stages > 1:
+                raise ValueError(
+                    f"namespaces.{namespace.name}.kv_precision: model {namespace.model!r} has pipeline_stages, and "
+                    "then one precision for all its namespaces; set it there"
                 )
             parent_id = parent_of(NamespaceId(namespace.name), namespaces)
             if parent_id is not None and namespace.kv_precision is not None:
@@ -200,8 +197,8 @@ class RemoraConfig(_Section):
         return self
 
     def device_of(self, model: ModelConfig, replica_rank: int = 0) -> DeviceConfig:
-        """The device of the model's replica of that rank on its node."""
-        wanted = model.devices[replica_rank % len(model.devices)]
+        """Where the process of the model's replica of that rank on its node computes; of a pipeline, its stage 0."""
+        wanted = model.first_devices[replica_rank % len(model.first_devices)]
         return next(device for device in self.devices if device.name == wanted)
 
     def namespaces_of(self, model_name: str) -> tuple[NamespaceConfig, ...]:
@@ -212,6 +209,24 @@ class RemoraConfig(_Section):
         model = next(model for model in self.models if model.name == model_name)
         default = model.default_namespace or own[0].name
         return tuple(sorted(own, key=lambda namespace: namespace.name != default))
+
+
+def _check_devices(model: ModelConfig, devices: dict[str, DeviceConfig]) -> None:
+    """Raises ValueError unless the model's devices exist and have blocks of one length."""
+    where = f"models.{model.name}"
+    if not model.stage_devices and model.device not in devices:
+        raise ValueError(f"{where}.device: no device {model.device!r}; one of {sorted(devices)}")
+    field = "stage_devices" if model.stage_devices else "more_devices"
+    for name in model.devices:
+        if name not in devices or model.devices.count(name) > 1:
+            which = "no device" if model.stage_devices else "no other"
+            raise ValueError(f"{where}.{field}: {name!r} is {which} of {sorted(devices)}")
+        first = model.devices[0]
+        if devices[name].block_tokens != devices[first].block_tokens:
+            raise ValueError(
+                f"{where}.{field}: block_tokens of {name!r} are {devices[name].block_tokens}, those of {first!r} "
+                f"{devices[first].block_tokens}"
+            )
 
 
 def _explain(error: ValidationError) -> str:

@@ -55,6 +55,12 @@ class ModelConfig(Section):
     device: Name = "cpu0"
     #: Further devices of a node with blocks as long: its replicas there are spread over all of them in turn.
     more_devices: tuple[Name, ...] = ()
+    #: Parts into which its layers are split, each on a device of its own: docs/pipelines.md.
+    pipeline_stages: Annotated[int, Field(ge=1, le=64)] = 1
+    #: Devices of the stages in order; the replica computes the first itself. In place of `device`.
+    stage_devices: tuple[Name, ...] = ()
+    #: Layers of each stage; empty: balanced by what they cost.
+    stage_layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
     #: "native" (own decoder), "transformers" (any full-attention causal model, slower), or "auto".
     backend: Literal["auto", "native", "transformers"] = "auto"
     trust_remote_code: bool = False
@@ -63,10 +69,41 @@ class ModelConfig(Section):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of all devices that its replicas may have."""
-        return (self.device, *self.more_devices)
+        """Names of all devices on which it has KV."""
+        return self.stage_devices or (self.device, *self.more_devices)
+
+    @property
+    def first_devices(self) -> tuple[str, ...]:
+        """Names of the devices on which a replica's process computes: one of them for each replica."""
+        return self.stage_devices[:1] or self.devices
 
     @property
     def kv_precisions(self) -> tuple[KVWord, KVWord]:
         """Of K and of V."""
         return precision_pair(self.kv_precision)
+
+
+def check_stages(model: ModelConfig) -> None:
+    """Raises ValueError, with the field's whole name, for stages that do not agree with each other."""
+    where, num_stages = f"models.{model.name}", model.pipeline_stages
+    for field, given in (("stage_devices", model.stage_devices), ("stage_layers", model.stage_layers)):
+        if given and num_stages == 1:
+            raise ValueError(f"{where}.{field}: only for a pipeline; say in pipeline_stages how many stages it has")
+        if len(given) != num_stages > 1 and (given or field == "stage_devices"):
+            raise ValueError(f"{where}.{field}: {len(given)} entries for {num_stages} pipeline_stages; one for each")
+    if num_stages == 1:
+        return
+    twice = sorted({name for name in model.stage_devices if model.stage_devices.count(name) > 1})
+    if twice:
+        raise ValueError(f"{where}.stage_devices: {twice[0]!r} is used twice; each stage has a device of its own")
+    if model.device not in (ModelConfig.model_fields["device"].default, model.stage_devices[0]):
+        raise ValueError(
+            f"{where}.device: {model.device!r} is not the first of stage_devices, {model.stage_devices[0]!r}; leave "
+            "one of them out"
+        )
+    if model.more_devices:
+        raise ValueError(
+            f"{where}.more_devices: not with pipeline_stages; every replica has a process on each of its stage_devices"
+        )
+    if model.backend == "transformers":
+        raise ValueError(f"{where}.backend: 'transformers' cannot be split; only native models have pipeline_stages")

@@ -45,7 +45,7 @@ def accuracy(
     """
     config = load_config(config_file or DEFAULT_CONFIG)
     model = _model(config, model_name, kv, weights)
-    device = next((device for device in config.devices if device.name == model.device), config.devices[0])
+    device = next((device for device in config.devices if device.name == model.devices[0]), config.devices[0])
     reference = model.model_copy(update={"weights": "bf16", "kv_precision": "bf16"})
     text = own_text() if text_file is None else text_file.read_text(encoding="utf-8")
     fingerprint, decoder = b"", ""

@@ -57,12 +57,14 @@ def check_sizes(config: RemoraConfig, plans: list[ModelPlan]) -> None:
     for device in config.devices:
         for model in config.models:
             plan = by_name[model.name]
-            smallest = _round_up(MIN_BLOCKS_PER_EXTENT * plan.block_bytes)
+            # Of a pipeline, what an even split gives; the pools refuse stages that turn out larger.
+            block_bytes = -(-plan.block_bytes // model.pipeline_stages)
+            smallest = _round_up(MIN_BLOCKS_PER_EXTENT * block_bytes)
             if device.name in model.devices and device.extent_bytes < smallest:
                 raise ConfigError(
                     f"devices.{device.name}.extent_bytes: {int(device.extent_bytes)} bytes hold "
-                    f"{device.extent_bytes // plan.block_bytes} blocks of model {model.name!r} "
-                    f"({plan.block_bytes} bytes each); at least {MIN_BLOCKS_PER_EXTENT} must fit: {smallest} bytes "
+                    f"{device.extent_bytes // block_bytes} blocks of model {model.name!r} "
+                    f"({block_bytes} bytes each); at least {MIN_BLOCKS_PER_EXTENT} must fit: {smallest} bytes "
                     "or more"
                 )
 
@@ -70,7 +72,7 @@ def check_sizes(config: RemoraConfig, plans: list[ModelPlan]) -> None:
 def check_memory(config: RemoraConfig, plans: list[ModelPlan]) -> None:
     """Raises ConfigError when weights and arenas of the CPU devices do not fit the memory that is available."""
     on_cpu = {device.name: int(device.arena_bytes) for device in config.devices if device.kind == "cpu"}
-    replicas = {model.name: model.num_replicas for model in config.models if model.device in on_cpu}
+    replicas = {model.name: model.num_replicas for model in config.models if model.devices[0] in on_cpu}
     weights = {plan.name: plan.weights_bytes * replicas[plan.name] for plan in plans if plan.name in replicas}
     available = available_memory_bytes()
     largest = max(weights, key=lambda name: weights[name], default="")

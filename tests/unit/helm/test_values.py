@@ -82,6 +82,7 @@ def test_good_values_pass_the_schema(name: str, chart: Any) -> None:
         ("workers.0.resources.limits.memory", "2Gi", "workers.cpu.resources.limits.memory: 2Gi do not hold the 2658 M"),
         ("config.models.0.device", "gpu0", 'workers: no group holds the device "gpu0" of the model "smollm2"'),
         ("config.models.0.more_devices", ["cpu1"], 'workers.cpu.devices: holds "cpu0" of the model "smollm2", but not'),
+        ("config.models.0.stage_devices", ["cpu0", "cpu1"], 'workers.cpu.devices: holds "cpu0" of the model "smollm2"'),
         ("ray.autoscaling.enabled", True, "workers.cpu.replicasPerNode: is needed with ray.autoscaling.enabled"),
     ],
 )

@@ -18,6 +18,13 @@ def document(**changes: Any) -> dict[str, Any]:
     return {"models": [{"name": "a", "source": "org/a"}], **changes}
 
 
+def staged(**changes: Any) -> dict[str, Any]:
+    """A model in two stages, on two of three devices."""
+    devices = [{"name": "cpu0"}, {"name": "cpu1"}, {"name": "long", "block_tokens": 64}]
+    stages = {"pipeline_stages": 2, "stage_devices": ["cpu0", "cpu1"]}
+    return {"devices": devices, "models": [{"name": "a", "source": "x", **stages, **changes}]}
+
+
 def error_of(data: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         parse_config(data)
@@ -110,6 +117,20 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
                 "models": [{"name": "a", "source": "x", "more_devices": ["cpu1"]}],
             },
             "models.a.more_devices: block_tokens of 'cpu1' are 64, those of 'cpu0' 32",
+        ),
+        (staged(stage_devices=["cpu0"]), "models.a.stage_devices: 1 entries for 2 pipeline_stages; one for each"),
+        (staged(stage_devices=["cpu0", "cpu0"]), "models.a.stage_devices: 'cpu0' is used twice"),
+        (staged(stage_devices=["cpu0", "gpu7"]), "models.a.stage_devices: 'gpu7' is no device of ['cpu0', 'cpu1', 'l"),
+        (staged(stage_devices=["cpu0", "long"]), "models.a.stage_devices: block_tokens of 'long' are 64, those of"),
+        (staged(stage_layers=[1, 2, 3]), "models.a.stage_layers: 3 entries for 2 pipeline_stages; one for each"),
+        (staged(stage_layers=[1, 0]), "models.0.stage_layers.1: 0 is not allowed"),
+        (staged(device="cpu1"), "models.a.device: 'cpu1' is not the first of stage_devices, 'cpu0'; leave one of them"),
+        (staged(more_devices=["cpu1"]), "models.a.more_devices: not with pipeline_stages"),
+        (staged(backend="transformers"), "models.a.backend: 'transformers' cannot be split"),
+        (staged(pipeline_stages=1), "models.a.stage_devices: only for a pipeline; say in pipeline_stages how many"),
+        (
+            {**staged(), "namespaces": [{"name": "n", "model": "a", "kv_precision": "int8"}]},
+            "namespaces.n.kv_precision: model 'a' has pipeline_stages, and then one precision for all its namespaces",
         ),
         ({"models": [{"name": "a", "source": "x"}] * 2}, "models: the name 'a' is used twice"),
         (
@@ -245,3 +266,19 @@ def test_replicas_of_a_node_are_spread_over_the_devices_of_their_model() -> None
         }
     )
     assert [config.device_of(config.models[0], rank).name for rank in range(3)] == ["cpu1", "cpu0", "cpu1"]
+
+
+def test_a_pipeline_computes_on_its_first_device_and_has_kv_on_all() -> None:
+    config = parse_config(staged(stage_devices=["cpu1", "cpu0"], stage_layers=[3, 2], num_replicas=2))
+    model = config.models[0]
+    assert [config.device_of(model, rank).name for rank in range(2)] == ["cpu1", "cpu1"]
+    assert model.devices == ("cpu1", "cpu0")
+    assert parse_config(config.model_dump()) == config
+
+
+def test_a_namespace_of_a_pipeline_has_its_guarantee_on_every_stage() -> None:
+    namespaces = [{"name": "n", "model": "a", "guaranteed": "2GiB", "limit": "2GiB"}]
+    assert "guarantees on device 'cpu0' add up to" in error_of({**staged(), "namespaces": namespaces})
+    large = [{"name": "cpu0", "arena_bytes": "2GiB"}, {"name": "cpu1"}]
+    message = error_of({**staged(), "devices": large, "namespaces": namespaces})
+    assert "guarantees on device 'cpu1' add up to" in message
