@@ -13,6 +13,7 @@ RemoraError
 │   ├── RateLimited              429 with Retry-After, names the limit of the tenant
 │   └── OverQuota                429 with Retry-After
 ├── Unavailable                  503 with Retry-After: starting, restarting, draining
+│   └── StageLost                a stage of the model's pipeline is gone or silent
 ├── PoolError                    a call to a pool that breaks its protocol
 │   ├── StaleEpoch               lower than the highest epoch the pool has seen for the session
 │   ├── StaleLease               the lease was revoked, or belongs to another incarnation
@@ -147,6 +148,12 @@ class Unavailable(RemoraError):
 
 class ReplicaLeaving(Unavailable):
     """Calls no longer reach this replica, because it is stopping; what it has begun goes on for a while."""
+
+
+class StageLost(Unavailable):
+    """A stage of a pipeline has died, or did not answer in time; the group is started again."""
+
+    code = "stage_lost"
 
 
 class PoolError(RemoraError):
