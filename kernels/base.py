@@ -1,6 +1,6 @@
 """What a decoder is and what it may rely on. Back-ends: kernels/native (C++) and kernels/reference (torch).
 
-Shapes: T tokens of the step, R rows with logits, V vocabulary.
+Shapes: T tokens of the step, H hidden size, R rows with logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class DecoderShape:
     #: Multiplies cos and sin (yarn, longrope); 1.0 for plain rope.
     rope_attention_factor: float = 1.0
     weights: WeightPrecision = "bf16"
+    #: A stage of a pipeline has a part of the layers: the first also the embedding, the last also final norm and head.
+    has_embedding: bool = True
+    has_head: bool = True
 
 
 #: Canonical weight names → tensors, [out, in] as in Hugging Face:
@@ -96,4 +99,16 @@ class Decoder(Protocol):
         Steps may differ in the precision of their memory. Raises KernelError for a block index outside the memory or a
         geometry as in check_geometry.
         """
+        ...
+
+
+class StageDecoder(Decoder, Protocol):
+    """A decoder that can also be one stage of a pipeline. The stages of a model one after the other give the same bits
+    as the whole model."""
+
+    def forward_stage(
+        self, batch: StepBatch, memory: KVMemory, hidden_TH: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        """As `forward`, from what the stage before has given (None where tokens are embedded, and only there): the
+        residual stream hidden_TH, or, with a head, logits_RV; valid until the next call."""
         ...

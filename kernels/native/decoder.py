@@ -1,4 +1,6 @@
-"""The decoder in native CPU code: one C call a step. Shapes: T tokens of the step, R rows with logits, V vocabulary."""
+"""The decoder in native CPU code: one C call a step. Shapes: T tokens of the step, H hidden size, R rows with
+logits, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,11 @@ class NativeDecoder:
         self._shape, self._layouts = shape, Layouts(geometry)
         self._arenas = {geometry: _arena_struct(shape, self._layouts.own)}
         self._step = StepStruct()
+        tied = shape.has_embedding and shape.has_head and "lm_head" not in weights
+        quantised = shape.weights in ("int8", "int4")
         cores = worker_cores(num_threads)
         self._handle = self._functions.remora_decoder_create(
-            ctypes.byref(
-                _shape_struct(shape, tied_head="lm_head" not in weights and shape.weights not in ("int8", "int4"))
-            ),
+            ctypes.byref(_shape_struct(shape, tied_head=tied and not quantised)),
             self._library.level_number(level),
             num_threads,
             (ctypes.c_int32 * len(cores))(*cores),
@@ -76,7 +78,7 @@ class NativeDecoder:
         self._finalizer = weakref.finalize(self, self._functions.remora_decoder_destroy, self._handle)
         for name, tensor in weights.items():
             self._set_weight(name, tensor)
-        if shape.weights in ("int8", "int4") and "lm_head" not in weights:
+        if tied and quantised:
             self._set_weight("lm_head", weights["embed"])
         self._library.check(self._functions.remora_decoder_finish(self._handle))
 
@@ -154,15 +156,26 @@ class NativeDecoder:
         Raises KernelError, before anything is written, for a block index outside the memory, a token outside the
         vocabulary or a geometry as in check_geometry. Marks sequences in `batch.not_finite_S`.
         """
+        return self.forward_stage(batch, memory, None)
+
+    def forward_stage(
+        self, batch: StepBatch, memory: KVMemory, hidden_TH: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        """As `forward`, for a stage: kernels.base.StageDecoder."""
+        stream_TH = (batch.num_tokens, self._shape.hidden_size)
+        if hidden_TH is not None and (hidden_TH.shape != stream_TH or not hidden_TH.flags.c_contiguous):
+            raise KernelError(f"hidden states of shape {hidden_TH.shape} instead of {stream_TH}, row after row")
         arena = self._arena_of(memory.geometry)
         arena.point_at(memory.data)
         self._point_at(batch)
+        self._step.hidden = None if hidden_TH is None else hidden_TH.ctypes.data
         batch.not_finite_S[: batch.num_sequences] = 0
-        logits = self._functions.remora_decoder_run(self._handle, ctypes.byref(self._step), ctypes.byref(arena))
-        if not logits:
+        result = self._functions.remora_decoder_run(self._handle, ctypes.byref(self._step), ctypes.byref(arena))
+        if not result:
             raise self._library.error()
-        values = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(values, shape=(batch.num_logit_rows, self._shape.vocab_size))
+        values = ctypes.cast(result, ctypes.POINTER(ctypes.c_float))
+        shape = (batch.num_logit_rows, self._shape.vocab_size) if self._shape.has_head else stream_TH
+        return np.ctypeslib.as_array(values, shape=shape)
 
     def _point_at(self, batch: StepBatch) -> None:
         step = self._step
@@ -194,6 +207,8 @@ def _shape_struct(shape: DecoderShape, *, tied_head: bool) -> ShapeStruct:
         output_bias=shape.output_bias,
         mlp_bias=shape.mlp_bias,
         tied_head=tied_head,
+        has_embedding=shape.has_embedding,
+        has_head=shape.has_head,
         weights=DTYPES[shape.weights],
         head_weights=DTYPES[shape.weights],
         rms_norm_eps=shape.rms_norm_eps,

@@ -20,7 +20,7 @@ from remora.platform.base.errors import KernelError
 if TYPE_CHECKING:
     from remora.kernels.layout import BlockLayout
 
-_INTERFACE_VERSION = 2
+_INTERFACE_VERSION = 3
 #: Path of another build of the library, such as the emulated one of the tests.
 LIBRARY_VARIABLE = "REMORA_NATIVE_LIBRARY"
 #: Forces an instruction-set level by its name (LEVELS); read by the library whenever none is given.
@@ -66,6 +66,8 @@ class ShapeStruct(Structure):
         ("output_bias", c_int32),
         ("mlp_bias", c_int32),
         ("tied_head", c_int32),
+        ("has_embedding", c_int32),
+        ("has_head", c_int32),
         ("weights", c_int32),
         ("head_weights", c_int32),
         ("rms_norm_eps", c_float),
@@ -89,6 +91,7 @@ class StepStruct(Structure):
         ("num_logit_rows", c_int32),
         ("table_stride", c_int32),
         ("not_finite", c_void_p),
+        ("hidden", c_void_p),
     ]
 
 

@@ -76,12 +76,8 @@ class TorchDecoder:
         self._scale = shape.head_dim**-0.5 if shape.attention_scale is None else shape.attention_scale
         self._weights = weights
         self._inv_freq = self._tensor("rope_inv_freq", (shape.head_dim // 2,))
-        self._embed = self._tensor("embed", (shape.vocab_size, shape.hidden_size))
-        if shape.weights == "bf16":
-            self._embed = self._embed.to(torch.bfloat16)
-        self._final_norm = self._tensor("final_norm", (shape.hidden_size,))
-        head = "lm_head" if "lm_head" in weights else "embed"
-        self._lm_head = self._linear(head, None, shape.vocab_size, shape.hidden_size)
+        self._embed = self._embedding() if shape.has_embedding else None
+        self._head = self._final() if shape.has_head else None
         self._layers = [self._layer(index) for index in range(shape.num_layers)]
         del self._weights
 
@@ -143,17 +139,21 @@ class TorchDecoder:
         Raises KernelError, before anything is written, for a block index outside the memory, a token outside the
         vocabulary or a geometry as in check_geometry.
         """
+        return self.forward_stage(batch, memory, None)
+
+    @torch.inference_mode()
+    def forward_stage(
+        self, batch: StepBatch, memory: KVMemory, hidden_TH: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        """As `forward`, for a stage: kernels.base.StageDecoder."""
         layout = self._layouts.find(memory.geometry)
         # torch keeps the number of threads per calling thread, and engines run in a thread of their own.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         num_tokens = batch.num_tokens
-        token_ids = torch.from_numpy(batch.token_ids_T[:num_tokens]).long()
-        if num_tokens and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._shape.vocab_size:
-            raise KernelError(f"a token id lies outside the vocabulary of {self._shape.vocab_size}")
+        hidden = self._begin(batch.token_ids_T[:num_tokens], hidden_TH)
         step = self._prepare(batch, layout, memory)
         kv = KVView(layout, memory.data)
-        hidden = self._embed[token_ids].to(torch.float32)
         for index, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.input_norm, self._shape.rms_norm_eps)
             hidden = hidden + layer.o(self._attend(index, layer, layer.qkv(normed), kv, step))
@@ -162,10 +162,37 @@ class TorchDecoder:
             hidden = hidden + layer.down(torch.nn.functional.silu(gate) * up)
         for index, (own_rows, _, _) in enumerate(step.sequences):
             batch.not_finite_S[index] = not bool(step.fits_T[own_rows].all())
-        rows = torch.from_numpy(batch.logit_rows_R[: batch.num_logit_rows]).long()
-        logits = self._lm_head(rms_norm(hidden[rows], self._final_norm, self._shape.rms_norm_eps))
-        result: NDArray[np.float32] = logits.numpy()
+        if self._head is not None:
+            rows = torch.from_numpy(batch.logit_rows_R[: batch.num_logit_rows]).long()
+            hidden = self._head(hidden[rows])
+        result: NDArray[np.float32] = hidden.numpy()
         return result
+
+    def _embedding(self) -> torch.Tensor:
+        embed = self._tensor("embed", (self._shape.vocab_size, self._shape.hidden_size))
+        return embed.to(torch.bfloat16) if self._shape.weights == "bf16" else embed
+
+    def _final(self) -> Linear:
+        """The last norm and the head."""
+        shape = self._shape
+        final_norm = self._tensor("final_norm", (shape.hidden_size,))
+        name = "lm_head" if "lm_head" in self._weights else "embed"
+        head = self._linear(name, None, shape.vocab_size, shape.hidden_size)
+        return lambda hidden: head(rms_norm(hidden, final_norm, shape.rms_norm_eps))
+
+    def _begin(self, token_ids_T: NDArray[np.int32], hidden_TH: NDArray[np.float32] | None) -> torch.Tensor:
+        """The residual stream before the first layer."""
+        shape = self._shape
+        if (hidden_TH is None) != shape.has_embedding:
+            raise KernelError("hidden states are for stages without an embedding, and only for those")
+        if self._embed is None or hidden_TH is not None:
+            if hidden_TH is None or hidden_TH.shape != (len(token_ids_T), shape.hidden_size):
+                raise KernelError(f"hidden states do not fit {len(token_ids_T)} tokens of {shape.hidden_size} values")
+            return torch.from_numpy(hidden_TH)
+        token_ids = torch.from_numpy(token_ids_T).long()
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < shape.vocab_size:
+            raise KernelError(f"a token id lies outside the vocabulary of {shape.vocab_size}")
+        return self._embed[token_ids].to(torch.float32)
 
     def _prepare(self, batch: StepBatch, layout: BlockLayout, memory: KVMemory) -> _Step:
         block_tokens = layout.block_tokens

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from decoder_world import LLAMA, Memory, make_geometry, make_weights, random_tokens, run
 
 from remora.kernels.base import DecoderShape, WeightPrecision
 from remora.kernels.batch import StepBatch
@@ -20,23 +20,8 @@ from remora.kernels.native.decoder import NativeDecoder
 from remora.kernels.native.library import LEVEL_VARIABLE, LIBRARY_VARIABLE
 from remora.kernels.reference.decoder import TorchDecoder
 from remora.kernels.registry import make_decoder
-from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.platform.base.errors import KernelError
 
-Int32 = NDArray[np.int32]
-Float32 = NDArray[np.float32]
-
-LLAMA = DecoderShape(
-    num_layers=2,
-    hidden_size=90,
-    intermediate_size=150,
-    num_attention_heads=3,
-    num_kv_heads=1,
-    head_dim=64,
-    vocab_size=211,
-    rms_norm_eps=1e-5,
-    weights="fp32",
-)
 SHAPES = {
     "llama, groups of 3": LLAMA,
     "llama, one group each, 80": replace(LLAMA, num_attention_heads=2, num_kv_heads=2, head_dim=80),
@@ -54,86 +39,10 @@ def own_build(native_library: Callable[[bool], Path], monkeypatch: pytest.Monkey
     monkeypatch.setenv(LIBRARY_VARIABLE, str(native_library(False)))
 
 
-class Memory:
-    """A private arena full of NaN, as stale bytes may be."""
-
-    def __init__(self, geometry: KVGeometry, num_blocks: int) -> None:
-        self.geometry = geometry
-        self.data: NDArray[np.uint8] = np.full(num_blocks * geometry.block_bytes, 0xFF, np.uint8)
-
-
-def make_geometry(shape: DecoderShape, kv: str = "fp32", block_tokens: int = 16) -> KVGeometry:
-    k_precision, _, v_precision = kv.partition("/")
-    group = LayerGroup(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        k_precision=k_precision,  # type: ignore[arg-type]
-        v_precision=v_precision or k_precision,  # type: ignore[arg-type]
-    )
-    return KVGeometry(groups=(group,), block_tokens=block_tokens)
-
-
-def make_weights(shape: DecoderShape, *, tied: bool = False) -> dict[str, torch.Tensor]:
-    """Random weights that bf16 holds exactly, so that precisions differ by their arithmetic alone."""
-    generator = torch.Generator().manual_seed(5)
-
-    def normal(*size: int, mean: float = 0.0, std: float = 0.1) -> torch.Tensor:
-        return (torch.randn(*size, generator=generator) * std + mean).to(torch.bfloat16)
-
-    hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    q_size = shape.num_attention_heads * dim
-    qkv_size = q_size + 2 * shape.num_kv_heads * dim
-    weights = {
-        "embed": normal(shape.vocab_size, hidden, std=1.0),
-        "final_norm": normal(hidden, mean=1.0, std=0.3),
-        "rope_inv_freq": 10000.0 ** -(torch.arange(0, dim, 2) / dim),
-    }
-    if not tied:
-        weights["lm_head"] = normal(shape.vocab_size, hidden)
-    for index in range(shape.num_layers):
-        layer = {
-            "input_norm": normal(hidden, mean=1.0, std=0.3),
-            "post_norm": normal(hidden, mean=1.0, std=0.3),
-            "qkv": normal(qkv_size, hidden),
-            "o": normal(hidden, q_size),
-            "gate_up": normal(2 * inner, hidden),
-            "down": normal(hidden, inner),
-        }
-        if shape.qkv_bias:
-            layer["qkv_bias"] = normal(qkv_size)
-        if shape.output_bias:
-            layer["o_bias"] = normal(hidden)
-        if shape.mlp_bias:
-            layer["gate_up_bias"], layer["down_bias"] = normal(2 * inner), normal(hidden)
-        if shape.qk_norm:
-            layer["q_norm"], layer["k_norm"] = normal(dim, mean=1.0, std=0.3), normal(dim, mean=1.0, std=0.3)
-        weights.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
-    return weights
-
-
 def make_native(
     shape: DecoderShape, level: str | None = None, *, kv: str = "fp32", num_threads: int = 2, tied: bool = False
 ) -> NativeDecoder:
     return NativeDecoder(shape, make_weights(shape, tied=tied), make_geometry(shape, kv), num_threads, level=level)
-
-
-def run(
-    decoder: NativeDecoder | TorchDecoder, memory: Memory, tokens: Int32, blocks: Int32, ends: list[int]
-) -> Float32:
-    """All logits of one sequence whose prompt is cut at `ends`."""
-    batch = StepBatch(max_tokens=len(tokens), max_sequences=1, max_blocks=len(blocks))
-    parts, start = [], 0
-    for end in ends:
-        batch.clear()
-        batch.add(tokens[start:end], first_position=start, blocks=blocks, logits="all")
-        parts.append(decoder.forward(batch, memory).copy())
-        start = end
-    return np.concatenate(parts)
-
-
-def random_tokens(shape: DecoderShape, count: int, seed: int = 0) -> Int32:
-    return np.random.default_rng(seed).integers(0, shape.vocab_size, count).astype(np.int32)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -63,7 +63,7 @@ void run_linear(void* context, Team& team) {
 REMORA_EXPORT const char* remora_last_error() { return last_error.c_str(); }
 
 // Changes whenever a signature or a struct does; library.py refuses another number.
-REMORA_EXPORT int32_t remora_interface_version() { return 2; }
+REMORA_EXPORT int32_t remora_interface_version() { return 3; }
 
 REMORA_EXPORT const char* remora_level_name(int32_t level) {
   return level < 0 || level >= NUM_LEVELS ? nullptr : level_name(static_cast<Level>(level));
@@ -121,7 +121,7 @@ REMORA_EXPORT int32_t remora_decoder_finish(Decoder* decoder) {
   });
 }
 
-// The logits [num_logit_rows][vocab_size], valid until the next call with this decoder.
+// What Decoder::run returns, valid until the next call with this decoder.
 REMORA_EXPORT const float* remora_decoder_run(Decoder* decoder, const Step* step, const Arena* arena) {
   return guarded(static_cast<const float*>(nullptr), [&] { return decoder->run(*step, *arena); });
 }

@@ -49,7 +49,9 @@ void Decoder::check(const Step& step, const Arena& arena) const {
   require(step.num_logit_rows >= 0 && step.num_logit_rows <= step.num_tokens, "more logit rows than tokens");
   require(step.query_start[0] == 0 && step.query_start[step.num_sequences] == step.num_tokens,
           "query_start does not cover the tokens of the step");
-  for (int32_t t = 0; t < step.num_tokens; ++t) {
+  require((step.hidden == nullptr) == (shape.has_embedding != 0),
+          "hidden states are for stages without an embedding, and only for those");
+  for (int32_t t = 0; shape.has_embedding && t < step.num_tokens; ++t) {
     if (step.token_ids[t] < 0 || step.token_ids[t] >= shape.vocab_size)
       throw std::invalid_argument("token id " + text(step.token_ids[t]) + " lies outside a vocabulary of " +
                                   text(shape.vocab_size));
@@ -93,7 +95,7 @@ void Decoder::reserve(const Step& step) {
   const int64_t scale_rows_bytes = (rows + ACTIVATION_SPARE_ROWS) * 4;
   space_.first_scale.reserve(scale_rows_bytes * num_scales(std::max<int64_t>(shape.hidden_size, shape.query_size())));
   space_.second_scale.reserve(scale_rows_bytes * num_scales(shape.intermediate_size));
-  space_.logits.reserve(std::max<int64_t>(1, step.num_logit_rows) * shape.vocab_size * 4);
+  if (shape.has_head) space_.logits.reserve(std::max<int64_t>(1, step.num_logit_rows) * shape.vocab_size * 4);
 }
 
 const float* Decoder::run(const Step& step, const Arena& arena) {
@@ -135,7 +137,7 @@ const float* Decoder::run(const Step& step, const Arena& arena) {
         own.kernels.run_step(team, own.work);
       },
       &job);
-  return space_.logits.floats();
+  return model_.shape.has_head ? space_.logits.floats() : space_.hidden.floats();
 }
 
 }  // namespace remora

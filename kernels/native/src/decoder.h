@@ -16,8 +16,9 @@ class Decoder {
   void set_grouped(WeightKind kind, int32_t layer, const GroupedSource& source);
   void finish();  // all weights are there; throws std::invalid_argument
 
-  // Logits [num_logit_rows][vocab_size], valid until the next step. Throws std::invalid_argument, before anything is
-  // written, for a step or an arena that does not fit.
+  // Logits [num_logit_rows][vocab_size], or, without a head, the residual stream [num_tokens][hidden_size]; valid
+  // until the next step. Throws std::invalid_argument, before anything is written, for a step or an arena that does
+  // not fit.
   const float* run(const Step& step, const Arena& arena);
 
   const LevelKernels& kernels() const { return kernels_; }

@@ -78,9 +78,12 @@ Model::Model(const Shape& s) : shape(s), embed_dtype_(embed_dtype(s)) {
                               bytes_of(shape.weights, down_of(shape));
   const LinearSize head_size{shape.vocab_size, shape.hidden_size, ColumnOrder::plain, false};
   const int64_t embed_bytes =
-      shape.embeds_from_head() ? 0 : 1LL * shape.vocab_size * shape.hidden_size * dtype_bytes(embed_dtype_);
+      shape.embeds_from_head() || !shape.has_embedding
+          ? 0
+          : 1LL * shape.vocab_size * shape.hidden_size * dtype_bytes(embed_dtype_);
   store_ = std::make_unique<WeightStore>(layer_bytes * shape.num_layers + vector_bytes +
-                                         bytes_of(shape.head_weights, head_size) + round_up(embed_bytes, 64));
+                                         (shape.has_head ? bytes_of(shape.head_weights, head_size) : 0) +
+                                         round_up(embed_bytes, 64));
   // Layers of int8 or int4 are reserved when they are set: only then is it known which of both they are.
   const auto reserve = [&](Dtype dtype, const LinearSize& size) {
     return is_quantised(dtype) ? PackedLinear{} : reserve_linear(*store_, dtype, size, false);
@@ -99,15 +102,19 @@ Model::Model(const Shape& s) : shape(s), embed_dtype_(embed_dtype(s)) {
     layer.down = reserve(shape.weights, down_of(shape));
     layers.push_back(layer);
   }
-  final_norm = take_floats(*store_, shape.hidden_size);
-  head = reserve(shape.head_weights, head_size);
+  if (shape.has_head) {
+    final_norm = take_floats(*store_, shape.hidden_size);
+    head = reserve(shape.head_weights, head_size);
+  }
   if (embed_bytes > 0) embed_rows_ = store_->take(embed_bytes);
   set_.assign(NUM_KINDS * static_cast<size_t>(shape.num_layers), 0);
 }
 
 bool Model::expects(WeightKind kind) const {
   switch (kind) {
-    case WeightKind::lm_head: return shape.tied_head == 0;
+    case WeightKind::embed: return shape.has_embedding != 0;
+    case WeightKind::lm_head: return shape.has_head != 0 && shape.tied_head == 0;
+    case WeightKind::final_norm: return shape.has_head != 0;
     case WeightKind::qkv_bias: return shape.qkv_bias != 0;
     case WeightKind::q_norm:
     case WeightKind::k_norm: return shape.qk_norm != 0;

@@ -24,6 +24,7 @@ struct Step {
   const int32_t* logit_rows;   // [R]
   int32_t num_tokens, num_sequences, num_logit_rows, table_stride;
   uint8_t* not_finite;  // [S], set to 1 where K or V of the step has a value that its precision cannot hold; may be null
+  const float* hidden;  // [T, hidden_size] what the stage before has given; null where tokens are embedded
 };
 
 // Arena of one geometry. Block i starts at data + i * block_bytes; inside it

@@ -1,5 +1,7 @@
 #include "run_step.h"
 
+#include <cstring>
+
 #include "attention.h"
 #include "kv_store.h"
 #include "linear.h"
@@ -21,17 +23,21 @@ class StepRun {
         own_row_values_(work.row_values + team.rank * work.row_stride) {}
 
   void run() {
-    for (int64_t t = own_rows_.begin; t < own_rows_.end; ++t)
-      embed_row(work_.embed, work_.step.token_ids[t], hidden(t));
+    for (int64_t t = own_rows_.begin; t < own_rows_.end; ++t) begin_row(t);
     for (int32_t index = 0; index < shape_.num_layers; ++index) {
       const LayerWeights& layer = work_.layers[index];
       attend(layer, index);
       feed_forward(layer);
     }
-    write_logits();
+    if (shape_.has_head) write_logits();
   }
 
  private:
+  void begin_row(int64_t row) {
+    if (shape_.has_embedding) return embed_row(work_.embed, work_.step.token_ids[row], hidden(row));
+    std::memcpy(hidden(row), work_.step.hidden + row * shape_.hidden_size,
+                static_cast<size_t>(shape_.hidden_size) * sizeof(float));
+  }
   float* hidden(int64_t row) const { return work_.hidden + row * shape_.hidden_size; }
 
   Activations first(Dtype dtype, int64_t num_in) const {

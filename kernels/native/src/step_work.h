@@ -10,6 +10,7 @@ namespace remora {
 struct Shape {
   int32_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t qk_norm, qkv_bias, output_bias, mlp_bias, tied_head;
+  int32_t has_embedding, has_head;  // a stage of a pipeline may lack either
   Dtype weights, head_weights;
   float rms_norm_eps, attention_scale, rope_attention_factor;
 
