@@ -5,7 +5,8 @@ a turn of u seconds costs u / weight, and whoever is due first goes first. So bu
 device by weight, whatever the lengths of their steps; an idle one costs nothing and earns nothing. Nobody waits longer
 than `MAX_WAIT_S` past others' turns. Between two turns of a participant that is owed more time than the waiting ones,
 the device stays free for it for a moment (`FAVOUR_S`): without that, two participants would always alternate and
-weights would have no effect.
+weights would have no effect. Participants of one group (the replicas of a model) have one share together: what one of
+them uses makes all of them due later.
 
 The lock keeps cores from being oversubscribed; it does not guard memory. So a holder that died is passed over when the
 waiters notice (`CHECK_S`), and one that is stuck for `patience_s` loses its turn with a warning.
@@ -13,6 +14,7 @@ waiters notice (`CHECK_S`), and one that is stuck for `patience_s` loses its tur
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from contextlib import AbstractContextManager
@@ -29,7 +31,7 @@ CHECK_S: Final = 0.05
 #: A request that waited this long goes before all that are due earlier.
 MAX_WAIT_S: Final = 1.0
 #: Longest time the device stays free for a participant that is expected back.
-FAVOUR_S: Final = 0.005
+FAVOUR_S: Final = 0.02
 #: A single turn costs no more than this, so that one slow step (a first compilation) is not paid back for minutes.
 MAX_CHARGE_S: Final = 1.0
 
@@ -46,12 +48,13 @@ class Usage(NamedTuple):
 class StepLock:
     """One participant of a device's lock. `turn()` is for one thread at a time; not reentrant."""
 
-    def __init__(self, path: Path, *, weight: float = 1.0, patience_s: float = 30.0) -> None:
-        """Joins the lock of that file (one file a device). Raises OSError when it cannot be opened or is full."""
+    def __init__(self, path: Path, *, weight: float = 1.0, group: str = "", patience_s: float = 30.0) -> None:
+        """Joins the lock of that file (one file a device). Participants that name the same group should have the same
+        weight: it is that of the group. Raises OSError when the file cannot be opened or is full."""
         if not weight > 0:
             raise ValueError(f"weight must be positive: {weight}")
         self._table = StepTable(path)
-        self._slot = self._table.join(weight)
+        self._slot = self._table.join(weight, _group_number(group))
         self._patience_s = patience_s
         self._released_s = time.monotonic()
         #: Smoothed seconds from the end of a turn to the next request: tells whether waiting for this one pays.
@@ -102,6 +105,10 @@ class StepLock:
             me.used += used_s
             me.finish_tag = me.start_tag + min(used_s, MAX_CHARGE_S) / me.weight
             me.state = SlotState.IDLE
+            for other in table.others_of(me):
+                other.finish_tag = max(other.finish_tag, me.finish_tag)
+                if other.state == SlotState.WAITING:
+                    other.start_tag = max(other.start_tag, me.finish_tag)
             if table.holder is not me:
                 return  # the turn was taken away
             table.holder = None
@@ -192,6 +199,11 @@ class StepLock:
                 return slot
             slot.state = SlotState.FREE
         return None
+
+
+def _group_number(name: str) -> int:
+    """A word that stands for the name; 0 for none."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") if name else 0
 
 
 class _Turn(AbstractContextManager[None]):

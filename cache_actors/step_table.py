@@ -1,7 +1,8 @@
 """The shared file behind a step lock: who takes part, who waits, who holds.
 
     0     magic · holder (slot + 1, 0 = nobody) · virtual clock · favoured (slot + 1) · favoured until · slots used
-    128   64 slots of 128 bytes: pid · start time · state · start tag · finish tag · weight · since · used · wake word
+    128   64 slots of 128 bytes: pid · start time · state · start tag · finish tag · weight · since · used · wake word ·
+          group
 
 Everything but the wake words is read and written under an flock, which the kernel drops when its holder dies. Each
 change is a sequence of single-word writes in an order that leaves a usable table after any prefix of it.
@@ -26,7 +27,7 @@ _SLOT_WORDS: Final = 16
 _MAGIC: Final = 0x31_5045_5453_4D52  # "RMSTEP1"
 _FILE_BYTES: Final = 128 * (1 + MAX_SLOTS)
 _HOLDER, _VIRTUAL_CLOCK, _FAVOURED, _FAVOURED_UNTIL, _NUM_SLOTS = 1, 2, 3, 4, 5
-_PID, _START_TIME, _STATE, _START_TAG, _FINISH_TAG, _WEIGHT, _SINCE, _USED, _WAKE = range(9)
+_PID, _START_TIME, _STATE, _START_TAG, _FINISH_TAG, _WEIGHT, _SINCE, _USED, _WAKE, _GROUP = range(10)
 
 
 class SlotState(IntEnum):
@@ -75,6 +76,8 @@ class Slot:
     since = _floats(_SINCE)
     #: Seconds held, in total.
     used = _floats(_USED)
+    #: Participants of one group have one share together; 0: alone.
+    group = _words(_GROUP)
 
     def __init__(self, table: StepTable, index: int) -> None:
         self._table = table
@@ -125,7 +128,7 @@ class StepTable:
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def join(self, weight: float) -> Slot:
+    def join(self, weight: float, group: int = 0) -> Slot:
         """Takes a free slot, or one whose process is dead. Raises OSError when all are taken by living processes."""
         start_time = start_time_ticks(os.getpid())
         assert start_time is not None
@@ -140,6 +143,8 @@ class StepTable:
                 slot.state = SlotState.FREE
                 slot.pid, slot.start_time = os.getpid(), start_time
                 slot.weight, slot.used, slot.start_tag, slot.finish_tag = weight, 0.0, 0.0, 0.0
+                slot.group = group
+                slot.finish_tag = max((each.finish_tag for each in self.others_of(slot)), default=0.0)
                 slot.state = SlotState.IDLE
                 self.integers[_NUM_SLOTS] = max(self.integers[_NUM_SLOTS], slot.index + 1)
                 return slot
@@ -148,6 +153,14 @@ class StepTable:
     def slots_in_use(self) -> tuple[Slot, ...]:
         """Slots that were ever taken; only these need looking at."""
         return self.slots[: self.integers[_NUM_SLOTS]]
+
+    def others_of(self, slot: Slot) -> list[Slot]:
+        """The other participants of the slot's group."""
+        return [
+            other
+            for other in self.slots_in_use()
+            if slot.group and other.group == slot.group and other is not slot and other.state != SlotState.FREE
+        ]
 
     @property
     def holder(self) -> Slot | None:

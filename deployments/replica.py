@@ -109,8 +109,11 @@ class ModelReplica:
             state_dir=state_dir,
         )
         await self._formats.start()
-        weight = sum(namespace.weight for namespace in config.namespaces_of(model_name))
-        self._gate = StepLock(Path(self._lease.binding.step_lock_path), weight=weight)
+        self._gate = StepLock(
+            Path(self._lease.binding.step_lock_path),
+            weight=config.step_weight_of(self._model_config),
+            group=model_name,
+        )
         self._hub = FeedHub(
             self.replica_id,
             on_abandoned=self._cancel_all,

@@ -164,6 +164,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_finished: dict[str, int]
     #: The lease is lost: nothing runs and nothing leaves any more; the replica must restart.
     is_fenced: bool
+    #: Seconds for which it had its device's turn: against other replicas', its share of the device.
+    turn_s: float
     step_s: HistogramStats
     #: Of that, outside the decoder and its turn.
     step_overhead_s: HistogramStats

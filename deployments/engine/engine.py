@@ -209,6 +209,7 @@ class Engine:
         book = self._book
         computed = self._runner.compute(plan)
         book.counters.turn_wait_s.observe(computed.turn_wait_s)
+        book.counters.turn_s += computed.turn_s
         if not self._pool.may_emit():
             self._fence("the lease's generation or the pool's incarnation has changed")
             return computed.forward_s

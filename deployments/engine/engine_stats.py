@@ -24,6 +24,7 @@ class EngineCounters:
         self.num_copied_tokens = 0
         self.num_damaged_blocks = 0
         self.num_output_tokens = 0
+        self.turn_s = 0.0
         self.num_finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.step_s = Histogram(_STEP_BOUNDS_S)
         self.step_overhead_s = Histogram(_STEP_BOUNDS_S)
@@ -51,6 +52,7 @@ class EngineCounters:
             num_published_blocks=num_published_blocks,
             num_finished=dict(self.num_finished),
             is_fenced=is_fenced,
+            turn_s=self.turn_s,
             step_s=self.step_s.stats(),
             step_overhead_s=self.step_overhead_s.stats(),
             turn_wait_s=self.turn_wait_s.stats(),

@@ -41,8 +41,9 @@ class Computed:
     logits_RV: Float32
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     forward_s: float = 0.0
-    #: Of that, waiting for the device's turn.
+    #: Of that, waiting for the device's turn, and having it.
     turn_wait_s: float = 0.0
+    turn_s: float = 0.0
 
     def with_own_logits(self) -> Computed:
         """Itself, with logits that outlive the decoder's next pass."""
@@ -63,6 +64,7 @@ class StepRunner:
         self._sampler = Sampler(model.vocab_size, *_native_rows())
         self._vocab_size = model.vocab_size
         self._turn_wait_s = 0.0
+        self._turn_s = 0.0
         self.grammar_worker = GrammarWorker(model.tokenizer, model.vocab_size)
 
     def compute(self, plan: list[Scheduled]) -> Computed:
@@ -70,7 +72,7 @@ class StepRunner:
         sampling = [scheduled.sequence for scheduled in plan if scheduled.wants_logits]
         masks = self._start_masks(sampling)
         started_s = time.perf_counter()
-        self._turn_wait_s = 0.0
+        self._turn_wait_s = self._turn_s = 0.0
         try:
             parts = _by_precision(plan)
             if len(parts) == 1:
@@ -81,7 +83,7 @@ class StepRunner:
             if masks is not None:
                 masks.result()
         computed.forward_s = time.perf_counter() - started_s
-        computed.turn_wait_s = self._turn_wait_s
+        computed.turn_wait_s, computed.turn_s = self._turn_wait_s, self._turn_s
         return computed
 
     def sample(self, computed: Computed) -> list[tuple[Sequence, Sampled]]:
@@ -133,8 +135,12 @@ class StepRunner:
         batch = self._filler(memory.geometry).fill(plan)
         asked_s = time.perf_counter()
         with self._gate.turn():
-            self._turn_wait_s += time.perf_counter() - asked_s
-            logits_RV = self._decoder.forward(batch, memory)
+            given_s = time.perf_counter()
+            self._turn_wait_s += given_s - asked_s
+            try:
+                logits_RV = self._decoder.forward(batch, memory)
+            finally:
+                self._turn_s += time.perf_counter() - given_s
         if logits_RV.shape != (batch.num_logit_rows, self._vocab_size):
             raise KernelError(
                 f"logits of shape {logits_RV.shape} instead of {(batch.num_logit_rows, self._vocab_size)}"

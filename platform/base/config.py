@@ -210,6 +210,13 @@ class RemoraConfig(_Section):
         default = model.default_namespace or own[0].name
         return tuple(sorted(own, key=lambda namespace: namespace.name != default))
 
+    def step_weight_of(self, model: ModelConfig) -> float:
+        """The model's weight at the step lock of its device; parts of a namespace are counted with it."""
+        if model.step_weight is not None:
+            return model.step_weight
+        own = {NamespaceId(namespace.name): namespace for namespace in self.namespaces_of(model.name)}
+        return sum(namespace.weight for name, namespace in own.items() if parent_of(name, own) is None)
+
 
 def _check_devices(model: ModelConfig, devices: dict[str, DeviceConfig]) -> None:
     """Raises ValueError unless the model's devices exist and have blocks of one length."""

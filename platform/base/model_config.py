@@ -52,6 +52,8 @@ class ModelConfig(Section):
     #: Token budget of one engine step: bounds how long a long prompt delays running sequences.
     max_step_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
     num_replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    #: Its part of the time of a device, against other busy models there; None: the weights of its namespaces, added up.
+    step_weight: Annotated[float, Field(gt=0, le=1000)] | None = None
     device: Name = "cpu0"
     #: Further devices of a node with blocks as long: its replicas there are spread over all of them in turn.
     more_devices: tuple[Name, ...] = ()

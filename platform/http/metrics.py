@@ -40,6 +40,7 @@ _ENGINE_COUNTERS = {
     "num_copied_tokens": ("remora_engine_copied_tokens", "Tokens whose blocks came from another pool."),
     "num_damaged_blocks": ("remora_engine_damaged_blocks", "Blocks that came with a wrong checksum; computed instead."),
     "num_output_tokens": ("remora_engine_output_tokens", "Tokens generated."),
+    "turn_s": ("remora_engine_turn_seconds", "Time for which it had its device's turn."),
     "num_published_blocks": ("remora_engine_published_blocks", "Blocks sealed and published."),
 }
 _ENGINE_HISTOGRAMS = {
@@ -75,6 +76,14 @@ class _Answers(Collector):
         for model_id in self._core.catalog.models:
             ready.add_metric((model_id,), float(self._core.fleet.is_ready(model_id)))
         yield ready
+        weight = GaugeMetricFamily(
+            "remora_model_step_weight",
+            "The model's part of its device's time, against other busy models.",
+            labels=("model",),
+        )
+        for model_id, model in self._core.catalog.models.items():
+            weight.add_metric((model_id,), self._core.config.step_weight_of(model))
+        yield weight
         yield GaugeMetricFamily("remora_router_open_requests", "Unfinished requests.", value=self._core.num_open)
         yield GaugeMetricFamily(
             "remora_router_waiting_requests", "Of those, without a replica.", value=self._core.num_waiting

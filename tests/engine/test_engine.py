@@ -244,5 +244,6 @@ def test_stats_count_what_happened(harness) -> None:
     assert (stats.num_prompt_tokens, stats.num_output_tokens) == (len(PROMPT), 5)
     assert sum(stats.time_to_first_token_s.counts) == 1
     assert sum(stats.inter_token_s.counts) == 4
+    assert 0 < stats.turn_s < stats.step_s.sum
     assert (stats.num_running, stats.num_waiting, stats.load_tokens) == (0, 0, 0)
     assert stats.num_published_blocks == (len(PROMPT) + 4) // BLOCK_TOKENS

@@ -258,6 +258,15 @@ def test_a_wrong_trusted_network_is_the_only_complaint() -> None:
     assert "http.host" not in str(error.value)
 
 
+def test_a_models_part_of_its_devices_time_is_what_is_said_or_what_its_namespaces_weigh() -> None:
+    def weight(namespaces: list[dict[str, Any]], **of_model: Any) -> float:
+        config = parse_config({"models": [{"name": "a", "source": "x", **of_model}], "namespaces": namespaces})
+        return config.step_weight_of(config.models[0])
+
+    own = [{"name": name, "model": "a", "weight": 2} for name in ("one", "two", "two/part")]
+    assert (weight([]), weight(own), weight(own, step_weight=0.5)) == (1, 4, 0.5)
+
+
 def test_replicas_of_a_node_are_spread_over_the_devices_of_their_model() -> None:
     config = parse_config(
         {
