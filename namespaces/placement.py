@@ -97,7 +97,8 @@ class Placement:
         for blocks, cause in plan.trees:
             self.ledger.evict_trees(blocks, cause)
         for (_, _, cause), (holding, count) in plan.evictions.items():
-            for _ in range(count):
+            # What was to go for a limit may have been in a tree that has gone: that counts for the limit as well.
+            for _ in range(min(count, len(holding.policy))):
                 self.ledger.evict_first(holding, cause)
         for extent in plan.vacated:
             self.vacate(extent, {each.index for each in plan.extents})
