@@ -1,6 +1,7 @@
-"""Brings sealed blocks from another pool: held there, copied piece by piece, verified here.
+"""Brings sealed blocks from another pool, or in another precision from any: held there, copied piece by piece, verified
+here, and converted if they must be.
 
-    hold ─► read a piece ─► compare checksums ─► hand it over ─► the next ...  ─► let go
+    hold ─► read a piece ─► compare checksums ─► re-encode ─► hand it over ─► the next ...  ─► let go
             (the receiver gives its buffer back: at most NUM_BUFFERS pieces are on their way)
 
 Nothing that goes wrong is more than a miss: the source is gone, does not answer in time, or a checksum differs. Blocks
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from remora.cache_actors.block_exports import checksum
 from remora.cache_actors.port import KVSource, LoadedBlocks, LoadEnd, LoadOrder, LoadPath
+from remora.kernels.reencoder import HostMemory, reencode_blocks
 from remora.namespaces.hold_commands import Hold
 from remora.platform.base.errors import RemoraError, Unavailable
 from remora.platform.base.ids import HoldId, LeaseId
@@ -120,7 +122,7 @@ class ThreadedLoader:
             problem = f"{type(error).__name__}: {error}"
         if problem and not load.cancelled.is_set():
             logger.warning("blocks from pool %s: %s; the rest is computed", load.order.source.pool_id, problem)
-        num_bytes = load.num_blocks * load.order.block_bytes
+        num_bytes = load.num_blocks * load.order.source_block_bytes
         load.on_end(LoadEnd(problem, load.path, load.num_blocks, num_bytes, load.num_damaged))
 
     def _load(self, load: _Load) -> None:
@@ -138,14 +140,14 @@ class ThreadedLoader:
         try:
             if reader.num_blocks <= order.first:
                 return
-            if reader.block_bytes != order.block_bytes:
-                raise Unavailable(f"its blocks have {reader.block_bytes} bytes, not {order.block_bytes}")
+            if reader.block_bytes != order.source_block_bytes:
+                raise Unavailable(f"its blocks have {reader.block_bytes} bytes, not {order.source_block_bytes}")
             load.path = reader.path
             logger.info(
                 "blocks %d to %d come from pool %s: %s",
                 order.first, reader.num_blocks - 1, order.source.pool_id, reader.path,
             )  # fmt: skip
-            most = max(1, self._piece_bytes // order.block_bytes)
+            most = max(1, self._piece_bytes // order.source_block_bytes)
             for first in range(order.first, reader.num_blocks, most):
                 count = min(most, reader.num_blocks - first)
                 if not self._pass_on(load, reader, first, count):
@@ -155,7 +157,7 @@ class ThreadedLoader:
 
     def _pass_on(self, load: _Load, reader: HeldReader, first: int, count: int) -> bool:
         """Reads one piece and hands over what is sound of it; False if that is not all."""
-        size = load.order.block_bytes
+        size = load.order.source_block_bytes
         buffer = self._take_buffer(load, max(size, self._piece_bytes))
         try:
             into_NB = buffer[: count * size].reshape(count, size)
@@ -171,8 +173,13 @@ class ThreadedLoader:
             source = load.order.source.pool_id
             logger.error("block %d from pool %s has another checksum here than there", first + num_sound, source)
         load.num_blocks += num_sound
+        try:
+            data_NB = _as_wanted(load.order, into_NB[:num_sound])
+        except BaseException:
+            self._buffers.put(buffer)
+            raise
         # An empty piece only returns its buffer.
-        load.on_blocks(LoadedBlocks(first, into_NB[:num_sound], lambda: self._buffers.put(buffer)))
+        load.on_blocks(LoadedBlocks(first, data_NB, lambda: self._buffers.put(buffer)))
         return num_sound == count
 
     def _take_buffer(self, load: _Load, num_bytes: int) -> NDArray[np.uint8]:
@@ -186,6 +193,17 @@ class ThreadedLoader:
             except queue.Empty:
                 continue
             return buffer if len(buffer) >= num_bytes else np.empty(num_bytes, np.uint8)
+
+
+def _as_wanted(order: LoadOrder, data_NB: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The blocks in the precision that they are wanted in. Raises KernelError when no kernel can do that."""
+    if order.source_geometry is None or not len(data_NB):
+        return data_NB
+    out_NB = np.zeros((len(data_NB), order.geometry.block_bytes), np.uint8)
+    blocks = np.arange(len(data_NB), dtype=np.int32)
+    source = HostMemory(data_NB.reshape(-1), order.source_geometry)
+    reencode_blocks(source, HostMemory(out_NB.reshape(-1), order.geometry), blocks, blocks)
+    return out_NB
 
 
 class _Load:

@@ -22,7 +22,7 @@ from remora.cache_actors.pool_settings import PoolSettings
 from remora.cache_actors.stale_files import journal_path
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, Refused, SetQuota
 from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
-from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hold_commands import Held
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.quota_changes import quota_changes
@@ -101,6 +101,9 @@ class DurablePool:
 
     def kv_precisions(self) -> dict[NamespaceId, KVPrecision | None]:
         return self._state.kv_precisions()
+
+    def geometries(self) -> tuple[KVGeometry, ...]:
+        return self._state.geometries()
 
     @property
     def needs_time(self) -> bool:

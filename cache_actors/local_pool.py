@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from remora.cache_actors.block_exports import as_held, copy_blocks
 from remora.cache_actors.local_delivery import Delivery, Lane
 from remora.cache_actors.port import EngineCommand, LoadPath, OnAnswer, OnEvent
+from remora.kernels.reencoder import HostMemory
 from remora.namespaces.commands import (
     AddFormat,
     AnyAnswer,
@@ -45,22 +46,6 @@ from remora.platform.base.ids import HoldId, LeaseId, ModelId, NamespaceId, Repl
 
 #: Answers a command in the pool's place; the pool then never sees it. None: the pool answers.
 Deny = Callable[[EngineCommand], AnyAnswer | None]
-
-
-class LocalMemory:
-    """Private bytes as one model sees them (kernels.base.KVMemory)."""
-
-    def __init__(self, data: NDArray[np.uint8], geometry: KVGeometry) -> None:
-        self._data = data
-        self._geometry = geometry
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        return self._data
-
-    @property
-    def geometry(self) -> KVGeometry:
-        return self._geometry
 
 
 class LocalDevice:
@@ -220,7 +205,7 @@ class LocalPool:
     ) -> None:
         """Attaches; `seed` fixes the delays of threads. Raises ArenaError if the pool refuses."""
         self.device = device
-        self.memory = LocalMemory(device.data, geometry)
+        self.memory = HostMemory(device.data, geometry)
         self.lease_id = LeaseId(f"local-{os.urandom(6).hex()}")
         #: Tests set it.
         self.deny: Deny | None = None
@@ -297,12 +282,12 @@ class LocalPool:
         self.device.pass_on_events()
         return answer
 
-    def add_format(self, geometry: KVGeometry, fingerprint: bytes) -> LocalMemory:
+    def add_format(self, geometry: KVGeometry, fingerprint: bytes) -> HostMemory:
         """The memory as sequences of one more precision see it. Raises ArenaError if the pool refuses."""
         answer = self._apply(AddFormat(lease_id=self.lease_id, geometry=geometry, fingerprint=fingerprint))
         if not isinstance(answer, FormatAdded):
             raise ArenaError(f"the local pool refused a format: {answer}")
-        return LocalMemory(self.device.data, geometry)
+        return HostMemory(self.device.data, geometry)
 
     def _apply(self, command: EngineCommand) -> AnyAnswer:
         self._call_no += 1

@@ -25,6 +25,7 @@ from remora.cache_actors.pool_messages import (
     CallReply,
     EventsReply,
     HoldReply,
+    KVFormats,
     PoolBinding,
     PoolDescription,
     decode_commands,
@@ -114,9 +115,9 @@ class PoolActor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waker.wait(), rest_s)
 
-    async def kv_precisions(self) -> bytes:
-        """KVPrecisions: what new sequences of each namespace should have."""
-        return msgspec.msgpack.encode(self._pool.kv_precisions())
+    async def kv_formats(self) -> bytes:
+        """KVFormats: what new sequences of each namespace should have, and what there may be blocks of."""
+        return msgspec.msgpack.encode(KVFormats(self._pool.kv_precisions(), self._pool.geometries()))
 
     # ---- readers from outside ----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from remora.cache_actors.pool_messages import KVPrecisions, PoolBinding
+from remora.cache_actors.pool_messages import KVFormats, PoolBinding
 from remora.platform.base.errors import ArenaError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ async def until_answered(call: Callable[[], Any]) -> bytes:
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
-async def ask_kv_precisions(pool: Any, *, timeout_s: float) -> KVPrecisions:
-    """What the pool says of its namespaces. Raises Unavailable when it does not answer in time."""
+async def ask_kv_formats(pool: Any, *, timeout_s: float) -> KVFormats:
+    """What the pool says of the shapes of KV. Raises Unavailable when it does not answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            answer = await until_answered(pool.kv_precisions.remote)
+            answer = await until_answered(pool.kv_formats.remote)
     except (RayError, TimeoutError) as error:
         raise Unavailable(f"the pool does not answer: {str(error).partition(chr(10))[0]}") from None
-    return msgspec.msgpack.decode(answer, type=KVPrecisions)
+    return msgspec.msgpack.decode(answer, type=KVFormats)
 
 
 async def await_pool(pool: Any) -> PoolBinding:

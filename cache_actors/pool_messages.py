@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent
-from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hold_commands import Held
 from remora.namespaces.report import PoolReport
 from remora.platform.base.ids import LeaseId, NamespaceId, PoolId
@@ -35,6 +35,14 @@ class PoolBinding(msgspec.Struct, frozen=True, kw_only=True):
 
 #: Precision of K and V by namespace; None: that of its model.
 KVPrecisions = dict[NamespaceId, KVPrecision | None]
+
+
+class KVFormats(NamedTuple):
+    """What a pool says about the shapes of KV in it."""
+
+    precisions: KVPrecisions
+    #: Of everything that may be cached.
+    geometries: tuple[KVGeometry, ...]
 
 
 class CallReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remora.namespaces.commands import AddFormat, Admit, AnyAnswer, AnyEvent, Extend, Publish, Release, Relocated
+from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.sequence_commands import SequenceCommand
 from remora.platform.base.ids import BlockHash, NamespaceId, PoolId
 
@@ -80,11 +81,18 @@ class LoadOrder:
     fingerprint: bytes
     hashes: tuple[BlockHash, ...]
     first: int
-    block_bytes: int
+    #: As they are wanted: in another precision than the source has, if `source_geometry` says so.
+    geometry: KVGeometry
+    source_geometry: KVGeometry | None = None
+
+    @property
+    def source_block_bytes(self) -> int:
+        return (self.source_geometry or self.geometry).block_bytes
 
 
 class LoadedBlocks(NamedTuple):
-    """Verified bytes of consecutive blocks of the chain. They are the receiver's until it says `give_back`."""
+    """Verified bytes of consecutive blocks of the chain, in the precision wanted. They are the receiver's until it says
+    `give_back`."""
 
     first: int
     data_NB: NDArray[np.uint8]

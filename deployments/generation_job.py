@@ -42,6 +42,8 @@ class GenerationJob:
     epoch: Epoch = _NO_EPOCH
     #: Of a session whose context was or may be edited.
     context: ContextPlan | None = None
+    #: Tokens at the beginning that the session had before; what is cached of them in another precision is converted.
+    num_kept_tokens: int = 0
     #: The session's last replica, preferred as long as it is not loaded too much.
     owner: ReplicaId | None = None
     #: The replica to use, whatever its load; another one only if it is gone.
@@ -70,5 +72,6 @@ class GenerationJob:
             session_id=self.session_id,
             epoch=self.epoch,
             context=self.context,
+            num_kept_tokens=self.num_kept_tokens,
             trace_context=dict(self.trace_context or {}),
         )

@@ -79,10 +79,12 @@ def precopy_job(
     priority: int = 0,
     owner: ReplicaId | None = None,
     context: ContextPlan | None = None,
+    num_kept_tokens: int | None = None,
     trace_context: Mapping[str, str] | None = None,
 ) -> GenerationJob:
     """Brings these tokens' KV to the target, or where a request of `owner`'s session would go, from the pool of `owner`
-    as far as that has it; the one token that it also generates is for nobody."""
+    as far as that has it; the one token that it also generates is for nobody. `num_kept_tokens`: how many of them are a
+    session's; None: all."""
     return GenerationJob(
         request_id=request_id,
         model_id=model_id,
@@ -91,6 +93,7 @@ def precopy_job(
         sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         priority=priority,
         context=context,
+        num_kept_tokens=len(token_ids) if num_kept_tokens is None else num_kept_tokens,
         owner=owner,
         target=target,
         trace_context=trace_context,
@@ -139,7 +142,7 @@ class Moves:
                 ahead = await self._precopy_rounds(stream, source, target)
         with span(names.MIGRATE_FREEZE, attributes, parent=request.trace_context):
             num_tokens = len(request.prompt_token_ids) + stream.log.num_tokens
-            num_copied_before = stream.num_copied_tokens
+            num_copied_before, num_converted_before = stream.num_copied_tokens, stream.num_converted_tokens
             landing = core.move(stream, target)
             try:
                 async with asyncio.timeout(LANDING_TIMEOUT_S):
@@ -157,7 +160,8 @@ class Moves:
                 tokens = TokenCounts.of(num_tokens, shared=num_tokens)
             else:
                 num_copied = ahead.copied + stream.num_copied_tokens - num_copied_before
-                tokens = TokenCounts.of(num_tokens, shared=ahead.shared, copied=num_copied)
+                num_converted = ahead.converted + stream.num_converted_tokens - num_converted_before
+                tokens = TokenCounts.of(num_tokens, shared=ahead.shared, copied=num_copied, converted=num_converted)
             commit.set_attributes(tokens.attributes())
         core.stats.moved(request.model_id, reason, pause_s)
         took_s = asyncio.get_running_loop().time() - started_s
@@ -168,7 +172,7 @@ class Moves:
         """Copies ahead until less than a block is new, or it is not worth another round."""
         request = stream.request
         card = await self._core.fleet.card(request.model_id)
-        num_shared = num_copied = num_ahead = 0
+        num_shared = num_copied = num_converted = num_ahead = 0
         for number in range(MAX_PRECOPY_ROUNDS):
             token_ids = request.prompt_token_ids + stream.log.token_ids()[0]
             if request.context is None:
@@ -185,14 +189,16 @@ class Moves:
                 priority=request.priority,
                 owner=source,
                 context=request.context,
+                num_kept_tokens=request.num_kept_tokens,
                 trace_context=request.trace_context,
             )
             counts = await self.precopy(job)
             if not number:
                 num_shared = counts.shared
             num_copied += counts.copied
+            num_converted += counts.converted
             num_ahead = len(token_ids)
-        return TokenCounts.of(num_ahead, shared=num_shared, copied=num_copied)
+        return TokenCounts.of(num_ahead, shared=num_shared, copied=num_copied, converted=num_converted)
 
     async def precopy(self, job: GenerationJob) -> TokenCounts:
         """Lets the pool of the job's replica have the blocks of the prompt; says how they came there.
@@ -210,8 +216,10 @@ class Moves:
             ) from error
         finally:
             copy.close()
-        num_found = (copy.num_cached_tokens or 0) - copy.num_copied_tokens
-        return TokenCounts.of(len(job.prompt_token_ids), shared=max(0, num_found), copied=copy.num_copied_tokens)
+        num_copied, num_converted = copy.num_copied_tokens, copy.num_converted_tokens
+        num_found = max(0, (copy.num_cached_tokens or 0) - num_copied - num_converted)
+        total = len(job.prompt_token_ids)
+        return TokenCounts.of(total, shared=num_found, copied=num_copied, converted=num_converted)
 
     def pool_of(self, replica_id: ReplicaId | None) -> PoolId | None:
         """None for a replica that this router has never been connected to."""

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from remora.cache_actors.pool_client import PoolClient
+from remora.cache_actors.pool_messages import KVFormats
 from remora.deployments.accuracy.gate import check_gate
 from remora.deployments.model_card import NamespaceCard
 from remora.deployments.models.load import LoadedModel
 from remora.kernels.base import KVMemory
-from remora.namespaces.geometry import KVPrecision
-from remora.platform.base.errors import RemoraError
+from remora.namespaces.geometry import KVGeometry, KVPrecision
+from remora.platform.base.errors import RemoraError, Unavailable
 from remora.platform.base.ids import NamespaceId
 from remora.platform.base.model_config import ModelConfig
 
@@ -32,7 +34,10 @@ class NamespaceFormat(NamedTuple):
     fingerprint: bytes
 
 
-AskPrecisions = Callable[[], Awaitable[Mapping[NamespaceId, KVPrecision | None]]]
+#: How old what is known of other precisions in the pool may be when a session's KV is looked for in them.
+_LOOK_EVERY_S: Final = 1.0
+
+AskFormats = Callable[[], Awaitable[KVFormats]]
 
 
 class NamespaceFormats:
@@ -45,7 +50,7 @@ class NamespaceFormats:
         lease: PoolClient,
         namespace_ids: Iterable[NamespaceId],
         *,
-        ask: AskPrecisions,
+        ask: AskFormats,
         state_dir: Path,
     ) -> None:
         """`ask`: what the pool says. Until `start` every namespace has the model's precision."""
@@ -58,12 +63,20 @@ class NamespaceFormats:
         self._ready: dict[KVPrecision, NamespaceFormat] = {model.geometry.kv_precision: own}
         self._formats = dict.fromkeys(namespace_ids, own)
         self._lock = asyncio.Lock()
+        #: Other precisions of the model's KV that the pool may have blocks of, with their fingerprints.
+        self._siblings: tuple[tuple[KVGeometry, bytes], ...] = ()
+        self._looked_s = -_LOOK_EVERY_S
         #: Grows with every change of a namespace's precision.
         self.version = 0
 
     def find(self, namespace_id: NamespaceId) -> NamespaceFormat:
         """What new requests of the namespace get."""
         return self._formats[namespace_id]
+
+    def siblings(self, namespace_id: NamespaceId) -> list[tuple[KVGeometry, bytes]]:
+        """Other precisions than the namespace's in which its sessions may have KV, with their fingerprints."""
+        own = self._formats[namespace_id].memory.geometry
+        return [each for each in self._siblings if each[0] != own]
 
     def cards(self) -> dict[NamespaceId, NamespaceCard]:
         """What routers must know of each."""
@@ -93,14 +106,14 @@ class NamespaceFormats:
     async def start(self) -> None:
         """Takes over what the pool says. Raises like `prepare`."""
         async with self._lock:
-            precisions = await self._ask()
+            precisions = await self._look()
             for namespace_id in self._formats:
                 self._set(namespace_id, await self.prepare(namespace_id, self._wanted(precisions, namespace_id)))
 
     async def refresh(self) -> None:
         """The same while requests run: a namespace whose precision cannot be had keeps the one it has."""
         async with self._lock:
-            precisions = await self._ask()
+            precisions = await self._look()
             for namespace_id in self._formats:
                 try:
                     found = await self.prepare(namespace_id, self._wanted(precisions, namespace_id))
@@ -108,6 +121,22 @@ class NamespaceFormats:
                     logger.error("namespace %s keeps its KV precision: %s", namespace_id, error)
                 else:
                     self._set(namespace_id, found)
+
+    async def look_for_siblings(self) -> None:
+        """Makes sure that other precisions that have come to the pool are known; does nothing if it has just looked.
+        A pool that does not answer changes nothing."""
+        if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+            try:
+                await self._look()
+            except Unavailable as error:
+                logger.warning("other precisions in the pool stay as they are known: %s", error)
+
+    async def _look(self) -> Mapping[NamespaceId, KVPrecision | None]:
+        self._looked_s = time.monotonic()
+        found = await self._ask()
+        alike = {each.kv_precision for each in found.geometries if each.differs_in_precision_only(self._model.geometry)}
+        self._siblings = tuple(self._model.in_precision(each) for each in sorted(alike))
+        return found.precisions
 
     def _wanted(self, precisions: Mapping[NamespaceId, KVPrecision | None], namespace_id: NamespaceId) -> KVPrecision:
         return precisions.get(namespace_id) or self._model.geometry.kv_precision

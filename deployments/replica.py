@@ -23,10 +23,11 @@ from ray import serve
 
 from remora.cache_actors.block_loader import ThreadedLoader
 from remora.cache_actors.cluster_names import pool_actor_name
-from remora.cache_actors.pool_calls import ask_kv_precisions
+from remora.cache_actors.pool_calls import ask_kv_formats
 from remora.cache_actors.pool_client import PoolClient
 from remora.cache_actors.pool_handles import get_or_create_pool
 from remora.cache_actors.pool_reader import PoolReaders
+from remora.cache_actors.port import KVSource
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import RegistryMember
@@ -34,7 +35,7 @@ from remora.cache_actors.registry_state import ReplicaLoad, ReplicaRecord, Repli
 from remora.cache_actors.step_lock import StepLock
 from remora.deployments.accuracy.gate import check_gate
 from remora.deployments.catalog import Catalog
-from remora.deployments.engine.base import EngineConfig, EngineNamespace, EngineStats
+from remora.deployments.engine.base import EngineConfig, EngineNamespace, EngineStats, KVSibling
 from remora.deployments.engine.engine import Engine
 from remora.deployments.engine.messages import GenerationRequest
 from remora.deployments.feed import FeedHub
@@ -105,7 +106,7 @@ class ModelReplica:
             self._model_config,
             self._lease,
             self._catalog.namespaces_of[ModelId(model_name)],
-            ask=partial(ask_kv_precisions, pool, timeout_s=_PRECISIONS_TIMEOUT_S),
+            ask=partial(ask_kv_formats, pool, timeout_s=_PRECISIONS_TIMEOUT_S),
             state_dir=state_dir,
         )
         await self._formats.start()
@@ -134,6 +135,9 @@ class ModelReplica:
                 debug=config.cluster.debug,
             ),
             loader=ThreadedLoader(PoolReaders(config.cluster.name, self._node_id).find),
+            own_pool=KVSource(
+                pool_id=self._lease.binding.pool_id, actor_name=pool_actor_name(self._device.name, self._node_id)
+            ),
             on_fenced=self._on_fenced,
         )
         self._stall = StallWatch()
@@ -151,6 +155,10 @@ class ModelReplica:
             fingerprint=fingerprint,
             weight=self._catalog.namespaces[own].weight,
             memory=memory,
+            siblings=tuple(
+                KVSibling(geometry=geometry, fingerprint=other, root=self._catalog.chain_root(own, other))
+                for geometry, other in self._formats.siblings(own)
+            ),
         )
 
     # ---- called by routers -------------------------------------------------------------------------------------------
@@ -197,7 +205,10 @@ class ModelReplica:
 
     async def submit(self, data: bytes, *, target: str) -> bytes:
         """Takes a list of GenerationRequest. Raises Unavailable for a router without an open feed."""
-        for request in _requests_decoder.decode(data):
+        requests = _requests_decoder.decode(data)
+        if any(request.num_kept_tokens for request in requests):
+            await self._formats.look_for_siblings()
+        for request in requests:
             self._hub.take(request)
             self._engine.submit(request)
         return b""

@@ -57,6 +57,8 @@ class RequestStream:
         self.num_cached_tokens: int | None = None
         #: Of all attempts: tokens that came from other pools.
         self.num_copied_tokens = 0
+        #: The same for tokens that were converted from another precision.
+        self.num_converted_tokens = 0
         #: Known at the end, if the context was edited.
         self.context: ContextOutcome | None = None
         #: Where the next attempt should run: the session's last replica if it is not loaded too much; this one if it
@@ -148,6 +150,7 @@ class RequestStream:
             # What a resumed attempt finds cached includes the output; the first answer is the client's.
             self.num_cached_tokens = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))
         self.num_copied_tokens += delta.num_copied_tokens
+        self.num_converted_tokens += delta.num_converted_tokens
         self.context = delta.context or self.context
         self._pending.append(delta)
         self._wake.set()

@@ -24,8 +24,11 @@ class SessionContext:
         self.plan: ContextPlan | None = None
         self._num_visible = 0
         self._computed: tuple[int, ...] | None = None
+        #: Tokens that the engine is given of the session's log.
+        self.num_kept_tokens = 0
         if state is None:
             return
+        self.num_kept_tokens = state.num_tokens
         policy = state.context
         if policy.cache_limit_bytes is not None:
             held = policy.cache_limit_bytes // card.of(state.namespace_id).block_bytes * card.block_tokens
@@ -41,6 +44,7 @@ class SessionContext:
             return
         self._num_visible = state.num_tokens
         self._computed = unpack_tokens(state.computed_bytes)
+        self.num_kept_tokens = len(self._computed)
         self.plan = ContextPlan(
             limit_tokens=self.limit_tokens,
             keep_tokens=policy.keep_tokens if self.rolls else None,

@@ -8,8 +8,8 @@ from remora.platform.base import telemetry_names as names
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """In the common pool; as bytes from another pool; by a kernel into another precision (nothing does that yet);
-    computed from the tokens. Each token is one of the four."""
+    """In the common pool; as bytes from another pool; by a kernel from another precision; computed from the tokens.
+    Each token is one of the four."""
 
     shared: int = 0
     copied: int = 0
@@ -25,6 +25,7 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
         return {
             names.REMORA_MIGRATE_SHARED_TOKENS: self.shared,
             names.REMORA_MIGRATE_COPIED_TOKENS: self.copied,
+            names.REMORA_MIGRATE_CONVERTED_TOKENS: self.converted,
             names.REMORA_MIGRATE_RECOMPUTED_TOKENS: self.recomputed,
         }
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from typing import Literal
 
+from remora.namespaces.blocks import Block
 from remora.namespaces.commands import Admit, Admitted, OverQuota, Refused, Wait
 from remora.namespaces.extents import GeometrySpace
 from remora.namespaces.fair_share import fair_shares
 from remora.namespaces.gathering import make_room
+from remora.namespaces.kept_chains import KeptMatch, match_kept
 from remora.namespaces.leases import Lease
 from remora.namespaces.placement import Shortage
 from remora.namespaces.pool_parts import PoolParts
-from remora.namespaces.prefix_index import PrefixIndex
+from remora.namespaces.prefix_index import PrefixIndex, Realm
 from remora.namespaces.quotas import Namespace
 from remora.namespaces.sequences import Sequence
 from remora.namespaces.victims import choose_victims
@@ -124,9 +126,7 @@ class Admission:
         entitled = namespace.entitlement(admit.num_blocks * size)
         if entitled is namespace or namespace.entitlement(0) is None:
             return entitled
-        matched = PrefixIndex.match(
-            self.parts.realm(lease, space, namespace), admit.hashes, self._max_match(lease, admit)
-        )
+        matched, _ = self._match(lease, admit, self.parts.realm(lease, space, namespace))
         charged = sum(1 for block in matched if not block.refs and namespace.contains(block.holding.namespace))
         return namespace.entitlement((admit.num_blocks - len(matched) + charged) * size)
 
@@ -155,12 +155,19 @@ class Admission:
         """Full blocks before the one with the last prompt token: at least one token is always evaluated."""
         return (admit.num_tokens - 1) // lease.space.geometry.block_tokens  # in all of its formats
 
+    def _match(self, lease: Lease, admit: Admit, realm: Realm) -> tuple[list[Block], KeptMatch | None]:
+        """The longest cached prefix, and of kept chains what else there is to know."""
+        max_blocks = self._max_match(lease, admit)
+        if admit.kept:
+            return match_kept(self.parts.index, realm, admit.hashes, admit.kept, max_blocks)
+        return PrefixIndex.match(realm, admit.hashes, max_blocks), None
+
     def _try(self, lease: Lease, admit: Admit, namespace: Namespace) -> Admitted | Shortage:
         """References the longest cached prefix and grants the rest, or does neither."""
         parts = self.parts
         ledger, space = parts.ledger, lease.space_of(admit)
         realm = parts.realm(lease, space, namespace)
-        matched = PrefixIndex.match(realm, admit.hashes, self._max_match(lease, admit))
+        matched, kept = self._match(lease, admit, realm)
         num_shared = sum(1 for block in matched if block.refs)
         borrowed_bytes = namespace.borrowed_bytes
         for block in matched:
@@ -177,7 +184,10 @@ class Admission:
         sequence = Sequence(admit, parts.running.next_no, namespace, space, realm)
         sequence.blocks = matched + ledger.grant(namespace, space, count)
         sequence.num_cached = len(matched)
-        sequence.hashes = list(admit.hashes[: len(matched)])
+        sequence.hashes = [block.block_hash for block in matched if block.block_hash is not None]
+        if kept is not None:
+            # Behind these it may be converted, or computed behind what was.
+            sequence.num_bound = len(matched)
         lease.sequences[admit.sequence_id] = sequence
         parts.running.add(sequence)
         namespace.num_admitted += 1
@@ -190,6 +200,7 @@ class Admission:
             num_cached_blocks=len(matched),
             num_shared_blocks=num_shared,
             taken=plan.taken(namespace, borrowed_bytes),
+            kept=kept,
         )
 
     def _make_room(self, parked: Parked, shortage: Shortage, entitled: Namespace | None) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from remora.namespaces.command_base import Answer, Command
 from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hold_commands import Held, Hold, Unheld, Unhold
+from remora.namespaces.kept_chains import KeptChain, KeptMatch
 from remora.namespaces.sequence_commands import SequenceAnswer, SequenceCommand
 from remora.platform.base import errors
 from remora.platform.base.ids import (
@@ -86,6 +87,8 @@ class Admit(Command, frozen=True, kw_only=True, tag=True):
     priority: int = 0
     #: Which of the lease's formats the sequence has, as long as it runs; None: that of the attach.
     geometry_id: GeometryId | None = None
+    #: The same tokens in other precisions, as far as a session had them before: they may be found converted.
+    kept: tuple[KeptChain, ...] = ()
     #: Clock time after which a parked admission is answered OverQuota by an event.
     deadline_s: float | None = None
 
@@ -226,6 +229,8 @@ class Admitted(Answer, frozen=True, kw_only=True, tag=True):
     #: Of those, blocks that somebody else held at that time; for traces.
     num_shared_blocks: int = 0
     taken: Taken | None = None
+    #: Set when the admission had kept chains.
+    kept: KeptMatch | None = None
 
 
 class Wait(Answer, frozen=True, kw_only=True, tag=True):

@@ -5,6 +5,8 @@
     hash_i = H(key=hash_{i-1}, tokens of block i)
     hash_i = H(key=E(key=hash_{i-1}, edit record), tokens)     when an edit touched block i first (namespaces/edits.py),
                                                                or KV from there on was taken over from another chain
+    hash_i = C(key=hash_{i-1}, source's hash and formats)      KV that was converted from another precision
+    hash_i = F(key=plain hash_i, last converted hash)          computed behind converted KV (namespaces/kept_chains.py)
 
 H is blake2b with a 16-byte digest, keyed by the parent: a collision between two chains is a collision of blake2b, not
 something a prompt can be built for (a weak block hash has been a security hole elsewhere: GHSA-rm76-4mrf-v9r8).
@@ -27,6 +29,8 @@ HASH_BYTES = 16
 _CHAIN = b"remora-block-v1"
 _ROOT = b"remora-root-v1"
 _EDIT = b"remora-edit-v1"
+_CONVERTED = b"remora-convert1"
+_FOLLOWING = b"remora-follow-v1"
 _FINGERPRINT = b"remora-model-v2"
 _DERIVED = b"remora-derived-1"
 
@@ -91,6 +95,21 @@ def edited_parent(parent: BlockHash, digest: bytes) -> BlockHash:
     """What takes the place of `parent` (a root or a block) for the first block that an edit touched, or that was taken
     over: nothing behind it meets the plain chain. `digest` names the edit or the derivation."""
     return BlockHash(blake2b(digest, digest_size=HASH_BYTES, key=parent, person=_EDIT).digest())
+
+
+def converted_hash(
+    parent: BlockHash | None, source: BlockHash, source_fingerprint: bytes, target_fingerprint: bytes
+) -> BlockHash:
+    """Hash of a block that was converted from the block `source` of another format, behind `parent` (None: first): it
+    is not what the target format would compute of these tokens, and never meets it."""
+    fields = _encode_fields(source_fingerprint, target_fingerprint, source)
+    return BlockHash(blake2b(fields, digest_size=HASH_BYTES, key=parent or b"", person=_CONVERTED).digest())
+
+
+def following_hash(plain: BlockHash, converted: BlockHash) -> BlockHash:
+    """Hash of a block that was computed behind converted ones, the last of them `converted`; `plain` names its tokens
+    and all before them."""
+    return BlockHash(blake2b(converted, digest_size=HASH_BYTES, key=plain, person=_FOLLOWING).digest())
 
 
 def chain_hashes(

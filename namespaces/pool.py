@@ -39,7 +39,7 @@ from remora.namespaces.commands import (
 )
 from remora.namespaces.compaction import Compaction
 from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
-from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.growth import Growth
 from remora.namespaces.hold_commands import Held, Hold, Unheld, Unhold
 from remora.namespaces.leases import Lease
@@ -199,6 +199,10 @@ class PoolState:
     def kv_precisions(self) -> dict[NamespaceId, KVPrecision | None]:
         """The precision of each namespace's KV, that of its tree; None: its model's."""
         return {name: namespace.path()[0].kv_precision for name, namespace in self._parts.book.namespaces.items()}
+
+    def geometries(self) -> tuple[KVGeometry, ...]:
+        """Every geometry that the pool has or had blocks of."""
+        return tuple(space.geometry for space in self._parts.extents.spaces.values())
 
     def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
         """How many of the first blocks of a chain are indexed, whoever asks; changes nothing."""

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from remora.cache_actors.local_pool import LocalMemory
 from remora.deployments.models.load import LoadedModel
 from remora.kernels.batch import StepBatch
+from remora.kernels.reencoder import HostMemory
 from remora.platform.base.errors import InvalidRequest
 
 #: Written for Remora, under its licence: history, science, dialogue, questions, Python, instructions.
@@ -115,7 +115,7 @@ def _predict(model: LoadedModel, token_ids_T: NDArray[np.int32]) -> Iterator[tup
     """Start and log-probabilities [T, V] of each step, read in order."""
     block_tokens = model.geometry.block_tokens
     num_blocks = -(-len(token_ids_T) // block_tokens)
-    memory = LocalMemory(np.zeros(num_blocks * model.geometry.block_bytes, np.uint8), model.geometry)
+    memory = HostMemory(np.zeros(num_blocks * model.geometry.block_bytes, np.uint8), model.geometry)
     batch = StepBatch(max_tokens=_STEP_TOKENS, max_sequences=1, max_blocks=num_blocks)
     blocks = list(range(num_blocks))
     for start in range(0, len(token_ids_T), _STEP_TOKENS):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from remora.deployments.engine.messages import TokenDelta
 from remora.kernels.base import Decoder, KVMemory
+from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.ids import BlockHash, NamespaceId, RouterId
 
 #: Takes what one step produced for one router. Called from the engine's thread; must return at once and not raise.
@@ -65,6 +66,16 @@ class EngineModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVSibling:
+    """Another precision of the model in which the namespace's sessions may have KV in the pool."""
+
+    geometry: KVGeometry
+    fingerprint: bytes
+    #: As EngineNamespace.root.
+    root: BlockHash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNamespace:
     """What the engine must know of a namespace."""
 
@@ -76,6 +87,7 @@ class EngineNamespace:
     weight: float = 1.0
     #: The arena in the precision of its KV; None: in the model's. A request keeps what it began with.
     memory: KVMemory | None = None
+    siblings: tuple[KVSibling, ...] = ()
 
 
 #: Called once, when the lease is lost: nothing may run or leave any more and the replica must restart.
@@ -157,6 +169,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     #: Tokens whose blocks came from other pools; and blocks that came with a wrong checksum, and were computed.
     num_copied_tokens: int
+    num_converted_tokens: int
     num_damaged_blocks: int
     num_output_tokens: int
     num_published_blocks: int

@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from remora.cache_actors.port import BlockLoader, EngineCommand, PoolPort, StepGate
+from remora.cache_actors.port import BlockLoader, EngineCommand, KVSource, PoolPort, StepGate
 from remora.deployments.engine.base import (
     EmitDeltas,
     EngineConfig,
@@ -55,12 +55,14 @@ class Engine:
         find_namespace: FindNamespace,
         config: EngineConfig | None = None,
         loader: BlockLoader | None = None,
+        own_pool: KVSource | None = None,
         on_fenced: OnFenced | None = None,
     ) -> None:
         """Binds itself to the pool's answers and events. `memory` is the arena in the model's precision; namespaces may
         have others. `emit` and `on_fenced` are called in the engine's thread.
 
-        `loader` brings blocks from other pools; without one everything that is not in this pool is computed.
+        `loader` brings blocks from other pools, and converts those that `own_pool`, by which it knows this one, has in
+        another precision; without them everything that is not in this pool as it is wanted is computed.
         """
         self._config = config if config is not None else EngineConfig()
         self._pool = pool
@@ -77,6 +79,7 @@ class Engine:
             self._config,
             memory=memory,
             loader=loader,
+            own_pool=own_pool,
             find_namespace=find_namespace,
             post=self._post,
             fence=self._fence,

@@ -22,6 +22,7 @@ class EngineCounters:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_copied_tokens = 0
+        self.num_converted_tokens = 0
         self.num_damaged_blocks = 0
         self.num_output_tokens = 0
         self.turn_s = 0.0
@@ -47,6 +48,7 @@ class EngineCounters:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_copied_tokens=self.num_copied_tokens,
+            num_converted_tokens=self.num_converted_tokens,
             num_damaged_blocks=self.num_damaged_blocks,
             num_output_tokens=self.num_output_tokens,
             num_published_blocks=num_published_blocks,

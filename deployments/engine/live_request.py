@@ -32,7 +32,9 @@ class LiveRequest:
         self.num_cached_tokens: int | None = None
         #: Tokens whose blocks the lead got from another pool.
         self.num_copied_tokens = 0
-        #: Another pool was asked for blocks: it is asked once.
+        #: Tokens whose blocks it got by conversion from another precision.
+        self.num_converted_tokens = 0
+        #: A pool was asked for blocks that it may have: that is done once.
         self.has_asked_source = False
 
     @property

@@ -69,6 +69,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     context: ContextPlan | None = None
     #: Another pool that may have blocks of it: they are copied instead of computed.
     kv_source: KVSource | None = None
+    #: Tokens at the beginning that its session had before: what is cached of them in another precision is converted.
+    num_kept_tokens: int = 0
     #: W3C trace context headers.
     trace_context: dict[str, str] = {}
 
@@ -97,6 +99,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int | None = None
     #: Tokens whose KV was copied from another pool, output of earlier attempts included; with num_cached_tokens.
     num_copied_tokens: int = 0
+    #: The same for tokens whose KV was converted from another precision.
+    num_converted_tokens: int = 0
     #: For finish_reason "error": class name in platform/base/errors.py and sentence.
     error: str | None = None
     error_message: str | None = None

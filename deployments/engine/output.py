@@ -116,6 +116,7 @@ def token_delta(
         stop_reason=stop_reason,
         num_cached_tokens=None if sequence.has_sent else live.num_cached_tokens,
         num_copied_tokens=0 if sequence.has_sent else live.num_copied_tokens,
+        num_converted_tokens=0 if sequence.has_sent else live.num_converted_tokens,
         context=sequence.window.outcome() if finish_reason is not None else None,
     )
 

@@ -127,6 +127,7 @@ class PoolLink:
                 epoch=request.epoch,
                 priority=request.priority,
                 geometry_id=sequence.memory.geometry.geometry_id,
+                kept=sequence.kept_chains(),
                 deadline_s=deadline_s,
             )
         )

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from remora.cache_actors.port import BlockLoader, PoolPort
+from remora.cache_actors.port import BlockLoader, KVSource, PoolPort
 from remora.deployments.engine.base import EngineConfig, EngineModel, FindNamespace
 from remora.deployments.engine.engine_stats import EngineCounters
 from remora.deployments.engine.grammar import GrammarMatcher, GrammarWorker
@@ -49,6 +49,7 @@ class RequestBook:
         *,
         find_namespace: FindNamespace,
         loader: BlockLoader | None,
+        own_pool: KVSource | None,
         memory: KVMemory,
         post: Callable[[Callable[[], None]], None],
         fence: Callable[[str], None],
@@ -64,7 +65,7 @@ class RequestBook:
         self._fence = fence
         self.link = PoolLink(pool, self, config, copy_block=lambda each, *places: self._mover(each).copy_block(*places))
         self.counters = EngineCounters()
-        self._loads = KVLoads(loader, self.counters, post=post, on_loaded=self.on_loaded)
+        self._loads = KVLoads(loader, own_pool, self.counters, post=post, on_loaded=self.on_loaded)
         self.outbox = Outbox()
         self.live: dict[RequestId, LiveRequest] = {}
         #: Requests whose further choices wait for the first one's prompt.
@@ -188,13 +189,13 @@ class RequestBook:
 
     def on_admitted(self, sequence: Sequence, admitted: Admitted) -> None:
         num_found = admitted.num_cached_blocks * self._block_tokens
-        is_loading = self._loads.wants(sequence, admitted.num_cached_blocks)
-        if num_found < sequence.window.kept_end and not is_loading:
+        loads = self._loads.wanted(sequence, admitted)
+        if num_found < sequence.window.kept_end and not loads:
             self._lose_kept(sequence, num_found)
             return
         self._scheduler.set_running(sequence)
         try:
-            sequence.start_run(admitted.blocks, admitted.num_cached_blocks)
+            sequence.start_run(admitted)
         except IntegrityError as error:
             self.fail(sequence, error)
             return
@@ -203,13 +204,13 @@ class RequestBook:
         if live.num_cached_tokens is None:
             live.num_cached_tokens = num_cached
         self.counters.num_cached_tokens += num_cached
-        self._scheduler.hints.add(sequence.hashes[: admitted.num_cached_blocks])
+        self._scheduler.hints.add(sequence.block_names.of(sequence.hashes[: admitted.num_cached_blocks]))
         sequence.spans.admitted(sequence, admitted)
-        if is_loading:
-            self._loads.begin(sequence)
+        if loads:
+            self._loads.begin(sequence, loads)
 
     def on_loaded(self, sequence: Sequence) -> None:
-        """Everything that another pool had is here; the rest is computed."""
+        """Everything that could be copied or converted is here; the rest is computed."""
         if sequence.num_computed_tokens < sequence.window.kept_end:
             self._lose_kept(sequence, sequence.num_computed_tokens)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from remora.deployments.engine.block_names import BlockNames
 from remora.deployments.engine.context_window import ContextWindow
 from remora.deployments.engine.grammar import GrammarMatcher
 from remora.deployments.engine.logits import LogitShaper
@@ -27,9 +28,10 @@ from remora.deployments.engine.output import OutputText, Step
 from remora.deployments.engine.sampler import SampleRow
 from remora.deployments.engine.spans import SequenceSpans
 from remora.kernels.base import KVMemory
-from remora.namespaces.commands import Seal
-from remora.namespaces.edits import Removal
-from remora.namespaces.hashing import edited_parent, next_hash
+from remora.namespaces.commands import Admitted, Seal
+from remora.namespaces.edits import Removal, chain_edits
+from remora.namespaces.hashing import chain_hashes, edited_parent, next_hash
+from remora.namespaces.kept_chains import KeptChain
 from remora.platform.base.errors import IntegrityError, InvalidRequest
 from remora.platform.base.ids import BlockHash, SequenceId
 
@@ -88,7 +90,7 @@ class Sequence:
         self.token_ids[:num_prompt] = request.prompt_token_ids
         self.num_tokens = num_prompt
         self.last_token_id = request.prompt_token_ids[-1]
-        #: Chain hashes of the log's first full blocks; more are appended when they are needed.
+        #: Plain chain hashes of the log's first full blocks; more are appended when they are needed.
         self.hashes: list[BlockHash] = []
         given = request.block_hashes
         if len(given) == self.horizon // block_tokens and self.extend_hashes(len(given[:1])) == list(given[:1]):
@@ -105,6 +107,7 @@ class Sequence:
         #: Tokens whose KV lies in the blocks.
         self.num_computed_tokens = 0
         self.num_published_blocks = 0
+        self.block_names = BlockNames()
         self.is_extend_pending = False
         #: The pool was asked to take tokens out of its blocks.
         self.is_edit_pending = False
@@ -220,7 +223,7 @@ class Sequence:
         return ended
 
     def extend_hashes(self, num_blocks: int) -> list[BlockHash]:
-        """The chain hashes of the log's first `num_blocks` blocks, which must be full."""
+        """The plain chain hashes of the log's first `num_blocks` blocks, which must be full."""
         size = self.block_tokens
         while len(self.hashes) < num_blocks:
             start = len(self.hashes) * size
@@ -230,6 +233,19 @@ class Sequence:
                     parent = edited_parent(parent, edit.digest)
             self.hashes.append(next_hash(parent, self.token_ids[start : start + size].tolist()))
         return self.hashes[:num_blocks]
+
+    def kept_chains(self) -> tuple[KeptChain, ...]:
+        """What the blocks that its session had are called in other precisions of the model."""
+        num_blocks = min(self.live.request.num_kept_tokens, max(0, self.horizon - 1)) // self.block_tokens
+        siblings = self.live.namespace.siblings if num_blocks else ()
+        tokens = self.token_ids[: num_blocks * self.block_tokens].tolist() if siblings else []
+        edits = chain_edits(self.window.edits)
+        return tuple(
+            KeptChain(
+                fingerprint=each.fingerprint, hashes=tuple(chain_hashes(each.root, tokens, self.block_tokens, edits))
+            )
+            for each in siblings
+        )
 
     # ---- blocks of this run
 
@@ -242,8 +258,10 @@ class Sequence:
         """Tokens that can still be computed into the blocks it holds."""
         return self.num_blocks * self.block_tokens - self.num_computed_tokens
 
-    def start_run(self, blocks: tuple[int, ...], num_cached_blocks: int) -> None:
+    def start_run(self, admitted: Admitted) -> None:
         """Takes the blocks of an admission; what they hold already needs no computing."""
+        blocks, num_cached_blocks = admitted.blocks, admitted.num_cached_blocks
+        self.block_names = BlockNames(admitted.kept)
         self.num_blocks = 0
         self.add_blocks(blocks)
         self.num_published_blocks = num_cached_blocks
@@ -284,6 +302,7 @@ class Sequence:
     def forget_hashes(self, num_tokens: int) -> None:
         """Blocks that do not lie wholly within the first tokens have other hashes now."""
         del self.hashes[num_tokens // self.block_tokens :]
+        self.block_names.forget(num_tokens // self.block_tokens)
 
     def take_edit(self, num_kept_blocks: int, blocks: tuple[int, ...]) -> int:
         """The pool has taken the next tokens out, and what is left lies in these blocks. Returns how many are gone."""
@@ -299,6 +318,7 @@ class Sequence:
     def end_run(self) -> None:
         """Forgets the blocks; the log stays."""
         self.sequence_id = None
+        self.block_names = BlockNames()
         self.num_blocks = self.num_computed_tokens = self.num_published_blocks = 0
         self.is_extend_pending = self.is_edit_pending = self.is_load_pending = False
         self.extend_after_s = 0.0
@@ -308,10 +328,11 @@ class Sequence:
         num_full = self.num_computed_tokens // self.block_tokens
         if num_full <= self.num_published_blocks or self.sequence_id is None:
             return []
-        hashes = self.extend_hashes(num_full)
+        first = self.num_published_blocks
+        names = self.block_names.of(self.extend_hashes(num_full), first)
         seals = [
-            Seal(sequence_id=self.sequence_id, position=position, block_hash=hashes[position])
-            for position in range(self.num_published_blocks, num_full)
+            Seal(sequence_id=self.sequence_id, position=position, block_hash=name)
+            for position, name in enumerate(names, first)
         ]
         self.num_published_blocks = num_full
         return seals

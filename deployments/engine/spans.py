@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span
 
-from remora.cache_actors.port import LoadEnd
+from remora.cache_actors.port import KVSource, LoadEnd
 from remora.namespaces.commands import Admitted, Taken
+from remora.namespaces.geometry import KVPrecision
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.telemetry import Attributes, inject, start_span
 
@@ -92,17 +93,27 @@ class SequenceSpans:
             self._borrowed = self._borrowed or _Price(now_ns)
             self._borrowed.add(taken.borrowed_bytes, now_ns)
 
-    def loaded(self, sequence: Sequence, end: LoadEnd, *, num_tokens: int, start_unix_ns: int) -> None:
-        """Blocks came from another pool, or did not; from here on it computes."""
+    def loaded(
+        self,
+        sequence: Sequence,
+        end: LoadEnd,
+        *,
+        source: KVSource,
+        precision: KVPrecision | None,
+        num_tokens: int,
+        start_unix_ns: int,
+    ) -> None:
+        """Blocks came from another pool, or were converted from a precision, or did not; from here on it computes."""
         self._prefill_unix_ns = time.time_ns()
-        source = sequence.live.request.kv_source
         attributes: dict[str, str | int] = {
             names.REMORA_LOAD_TOKENS: num_tokens,
             names.REMORA_LOAD_BLOCKS: end.num_blocks,
             names.REMORA_LOAD_BYTES: end.num_bytes,
             names.REMORA_LOAD_PATH: end.path or "none",
-            names.REMORA_LOAD_SOURCE: source.pool_id if source is not None else "",
+            names.REMORA_LOAD_SOURCE: source.pool_id,
         }
+        if precision is not None:
+            attributes[names.REMORA_LOAD_PRECISION] = "/".join(precision)
         if end.problem:
             attributes[names.REMORA_LOAD_PROBLEM] = end.problem
         self._write(sequence, names.TIER_LOAD, start_unix_ns, attributes)

@@ -86,6 +86,7 @@ REMORA_MIGRATE_TRANSFER = "remora.migrate.transfer"
 #: How many of them did, and how many were computed there.
 REMORA_MIGRATE_SHARED_TOKENS = "remora.migrate.shared_tokens"
 REMORA_MIGRATE_COPIED_TOKENS = "remora.migrate.copied_tokens"
+REMORA_MIGRATE_CONVERTED_TOKENS = "remora.migrate.converted_tokens"
 REMORA_MIGRATE_RECOMPUTED_TOKENS = "remora.migrate.recomputed_tokens"
 REMORA_MIGRATE_PAUSE = "remora.migrate.pause_s"
 #: Of blocks that came from another pool: which one, how much, "mapped", "streamed" or "none", and why not all came.
@@ -94,6 +95,8 @@ REMORA_LOAD_TOKENS = "remora.load.tokens"
 REMORA_LOAD_BLOCKS = "remora.load.blocks"
 REMORA_LOAD_BYTES = "remora.load.bytes"
 REMORA_LOAD_PATH = "remora.load.path"
+#: Of the source, K/V, when blocks were converted.
+REMORA_LOAD_PRECISION = "remora.load.precision"
 REMORA_LOAD_PROBLEM = "remora.load.problem"
 #: "admitted" or "over_quota".
 REMORA_ADMIT_ANSWER = "remora.admit.answer"

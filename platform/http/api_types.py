@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 
 
-class PromptTokensDetails(msgspec.Struct):
+class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
     cached_tokens: int
+    #: Of those, tokens of a session whose KV was converted from another precision for this turn. Left out if 0.
+    converted_tokens: int = 0
 
 
 class Usage(msgspec.Struct):

@@ -156,6 +156,7 @@ class Branches:
             parent.model_id,
             parent.namespace_id,
             common[: len(hashes) * card.block_tokens],
+            num_kept_tokens=min(parent.num_tokens, len(common)),
             priority=-parent.priority,
             owner=parent.owner,
             trace_context=inject(self._span),
@@ -182,7 +183,10 @@ class Branches:
             sum(usage.prompt_tokens for usage in each),
             sum(usage.completion_tokens for usage in each),
             sum(usage.total_tokens for usage in each),
-            PromptTokensDetails(sum(usage.prompt_tokens_details.cached_tokens for usage in each)),
+            PromptTokensDetails(
+                sum(usage.prompt_tokens_details.cached_tokens for usage in each),
+                sum(usage.prompt_tokens_details.converted_tokens for usage in each),
+            ),
         )
 
     def headers(self) -> dict[str, str]:

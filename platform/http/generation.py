@@ -187,6 +187,7 @@ class Generation:
                 namespace_id=self.namespace_id,
                 prompt_token_ids=context.engine_tokens(prompt),
                 context=context.plan,
+                num_kept_tokens=context.num_kept_tokens,
                 sampling=fields.sampling(max_tokens=limit, logprobs=logprobs),
                 num_choices=self.num_choices,
                 grammar=fields.response_format.grammar() if fields.response_format is not None else None,
@@ -273,7 +274,9 @@ class Generation:
         # What was found may have held tokens that a session's edit took out before the prompt was computed.
         found = sum(stream.num_cached_tokens or 0 for stream in self._streams)
         cached = min(found, self.num_prompt_tokens)
-        return Usage(self.num_prompt_tokens, output, self.num_prompt_tokens + output, PromptTokensDetails(cached))
+        converted = min(sum(stream.num_converted_tokens for stream in self._streams), cached)
+        details = PromptTokensDetails(cached, converted)
+        return Usage(self.num_prompt_tokens, output, self.num_prompt_tokens + output, details)
 
     def headers(self) -> dict[str, str]:
         """Of the response."""

@@ -38,6 +38,10 @@ _ENGINE_COUNTERS = {
     "num_prompt_tokens": ("remora_engine_prompt_tokens", "Prompt tokens computed."),
     "num_cached_tokens": ("remora_engine_cached_tokens", "Prompt tokens found in the cache."),
     "num_copied_tokens": ("remora_engine_copied_tokens", "Tokens whose blocks came from another pool."),
+    "num_converted_tokens": (
+        "remora_engine_converted_tokens",
+        "Tokens whose blocks were converted from another KV precision.",
+    ),
     "num_damaged_blocks": ("remora_engine_damaged_blocks", "Blocks that came with a wrong checksum; computed instead."),
     "num_output_tokens": ("remora_engine_output_tokens", "Tokens generated."),
     "turn_s": ("remora_engine_turn_seconds", "Time for which it had its device's turn."),

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from remora.cache_actors.local_delivery import Delivery
 from remora.cache_actors.local_pool import LocalPool
 from remora.cache_actors.port import BlockLoader, KVSource, OpenGate
-from remora.deployments.engine.base import EngineConfig, EngineNamespace
+from remora.deployments.engine.base import EngineConfig, EngineNamespace, KVSibling
 from remora.deployments.engine.engine import Engine
 from remora.deployments.engine.messages import GenerationRequest, Grammar, SamplingParams, TokenDelta
 from remora.deployments.models.token_pieces import byte_alphabet
@@ -139,6 +139,7 @@ class Output:
     retry_after_s: float | None = None
     num_cached_tokens: int | None = None
     num_copied_tokens: int = 0
+    num_converted_tokens: int = 0
     context: ContextOutcome | None = None
 
 
@@ -159,6 +160,7 @@ class Harness:
         seed: int = 0,
         clock: Clock | None = None,
         loader: BlockLoader | None = None,
+        own_pool: KVSource | None = None,
         pool: LocalPool | None = None,
         **config: Any,
     ) -> None:
@@ -180,6 +182,8 @@ class Harness:
         #: Of namespaces that have their own; may change at any time.
         self.precisions = dict(precisions or {})
         self._memories: dict[KVPrecision, KVMemory] = {}
+        #: In which the pool may have KV of sessions, besides the one that their namespace has now.
+        self.siblings: list[KVPrecision | None] = []
         self.outputs: dict[tuple[str, int], Output] = {}
         self.deltas: list[TokenDelta] = []
         self.fenced: list[str] = []
@@ -195,13 +199,20 @@ class Harness:
             config=EngineConfig(**{"debug": True, "publish_interval_s": 0.0, "extend_retry_s": 0.0, **config}),
             on_fenced=self.fenced.append,
             loader=loader,
+            own_pool=own_pool,
         )
 
     def root(self, namespace: str) -> Any:
-        return chain_root(self.fingerprint(namespace), sharing_domain(NamespaceId(namespace), "", ""))
+        return self.root_in(namespace, self.precisions.get(namespace))
+
+    def root_in(self, namespace: str, precision: KVPrecision | None) -> Any:
+        return chain_root(self.fingerprint_in(precision), sharing_domain(NamespaceId(namespace), "", ""))
 
     def fingerprint(self, namespace: str) -> bytes:
-        precision = self.precisions.get(namespace)
+        return self.fingerprint_in(self.precisions.get(namespace))
+
+    @staticmethod
+    def fingerprint_in(precision: KVPrecision | None) -> bytes:
         return FINGERPRINT if precision is None else FINGERPRINT + "/".join(precision).encode()
 
     def _memory(self, namespace: str) -> KVMemory | None:
@@ -221,6 +232,15 @@ class Harness:
             fingerprint=self.fingerprint(namespace_id),
             weight=self.weights.get(namespace_id, 1.0),
             memory=self._memory(namespace_id),
+            siblings=tuple(
+                KVSibling(
+                    geometry=self.geometry if each is None else self.geometry.with_precision(each),
+                    fingerprint=self.fingerprint_in(each),
+                    root=self.root_in(namespace_id, each),
+                )
+                for each in self.siblings
+                if each != self.precisions.get(namespace_id)
+            ),
         )
 
     def _receive(self, router_id: RouterId, deltas: tuple[TokenDelta, ...]) -> None:
@@ -242,6 +262,7 @@ class Harness:
                 assert output.num_cached_tokens is None, "cached tokens are reported once"
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_copied_tokens = delta.num_copied_tokens
+                output.num_converted_tokens = delta.num_converted_tokens
 
     # ---- a client
 
@@ -258,6 +279,7 @@ class Harness:
         given: tuple[tuple[int, ...], ...] = (),
         context: ContextPlan | None = None,
         source: KVSource | None = None,
+        kept: int = 0,
         **sampling: Any,
     ) -> GenerationRequest:
         token_ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
@@ -276,6 +298,7 @@ class Harness:
             output_token_ids=given,
             context=context,
             kv_source=source,
+            num_kept_tokens=kept,
         )
 
     def hashes(self, namespace: str, token_ids: list[int]) -> tuple[BlockHash, ...]:

@@ -20,6 +20,7 @@ from remora.cache_actors.pool_messages import HoldReply
 from remora.cache_actors.pool_reader import PoolReaders, RemotePool
 from remora.cache_actors.port import KVSource, LoadedBlocks, LoadEnd, LoadOrder
 from remora.namespaces.commands import Admitted, Granted, Published, Wait
+from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root
 from remora.namespaces.hold_commands import Hold
 from remora.platform.base.errors import Unavailable
@@ -35,7 +36,7 @@ ORDER = LoadOrder(
     fingerprint=b"a-1",
     hashes=tuple(chain_hashes(chain_root(b"a-1", "a"), list(range(NUM_BLOCKS * BLOCK_TOKENS)), BLOCK_TOKENS)),
     first=FIRST,
-    block_bytes=KiB,
+    geometry=KVGeometry(groups=(LayerGroup(num_layers=1, num_kv_heads=1, head_dim=16),), block_tokens=BLOCK_TOKENS),
 )
 
 

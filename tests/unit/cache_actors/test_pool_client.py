@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError
 
 from remora.cache_actors.kv_sequences import KVSequences
 from remora.cache_actors.pool_actor import PoolActor
-from remora.cache_actors.pool_calls import ask_kv_precisions
+from remora.cache_actors.pool_calls import ask_kv_formats
 from remora.cache_actors.pool_client import PoolClient
 from remora.kernels.layout import V_SIDE, BlockLayout
 from remora.kernels.mover import KVMover
@@ -229,7 +229,7 @@ async def test_a_refused_attach_says_why_and_leaves_nothing(handle: Handle) -> N
 async def test_a_lease_sees_the_arena_in_each_precision_that_the_pool_takes(handle: Handle) -> None:
     changed = msgspec.structs.replace(set_quota("b", tenant="b"), kv_precision=("int8", "int8"))
     await handle.actor.set_quota(changed)
-    assert await ask_kv_precisions(handle, timeout_s=5.0) == {"a": None, "b": ("int8", "int8")}
+    assert (await ask_kv_formats(handle, timeout_s=5.0)).precisions == {"a": None, "b": ("int8", "int8")}
     client = await attach(handle)
     view = await client.add_format(geometry().with_precision(("int8", "int8")), b"f8")
     assert (view.geometry.kv_precision, view.data is client.memory.data) == (("int8", "int8"), True)

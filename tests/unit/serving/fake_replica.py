@@ -168,7 +168,7 @@ class FakeReplica:
         zeros = dict.fromkeys(
             ("num_waiting", "num_parked", "load_tokens", "num_requests", "num_steps", "num_failed_steps",
              "num_preemptions", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_published_blocks",
-             "num_copied_tokens", "num_damaged_blocks", "turn_s"),
+             "num_copied_tokens", "num_converted_tokens", "num_damaged_blocks", "turn_s"),
             0,
         )  # fmt: skip
         return {

@@ -16,6 +16,7 @@ def stats(*, num_running: int, num_steps: int) -> EngineStats:
     return EngineStats(
         num_running=num_running, num_waiting=0, num_parked=0, load_tokens=0, num_requests=0, num_steps=num_steps,
         num_failed_steps=0, num_preemptions=0, num_prompt_tokens=0, num_cached_tokens=0, num_copied_tokens=0,
+        num_converted_tokens=0,
         num_damaged_blocks=0, num_output_tokens=0, num_published_blocks=0, num_finished={}, is_fenced=False,
         step_s=NOTHING, step_overhead_s=NOTHING, turn_s=0.0, turn_wait_s=NOTHING, time_to_first_token_s=NOTHING,
         inter_token_s=NOTHING,
