@@ -26,7 +26,8 @@ from remora.namespaces.session_commands import (
     SessionHead,
     TurnStarted,
 )
-from remora.namespaces.session_log import SessionState, TurnKind, pack_tokens, unpack_tokens
+from remora.namespaces.session_log import SessionState, pack_tokens, unpack_tokens
+from remora.namespaces.session_turn import TurnKind
 from remora.platform.base.errors import RemoraError
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
 

@@ -223,6 +223,8 @@ class SessionBook:
 
     def _truncate(self, command: TruncateSession, now_s: float) -> SessionHead:
         state = self._find(command.session_id, now_s)
+        if command.call_id in state.edit_ids:
+            return _head(state)
         if (command.num_tokens is None) == (command.num_turns is None):
             raise _Refuse("InvalidRequest", "num_tokens: give either num_tokens or num_turns.", "num_tokens")
         if command.num_turns is not None:
@@ -236,21 +238,27 @@ class SessionBook:
         self._check_position(state, num_tokens)
         _require_idle(state)
         if num_tokens != state.num_tokens:
-            state = self._apply(state.session_id, Truncated(at_s=now_s, num_tokens=num_tokens))
+            state = self._cut(state, num_tokens, command.call_id, now_s)
         return _head(state)
 
     def _remove_tokens(self, command: RemoveTokens, now_s: float) -> SessionHead:
         state = self._find(command.session_id, now_s)
+        if command.call_id in state.edit_ids:
+            return _head(state)
         end = state.num_tokens if command.end is None else command.end
         if not 0 <= command.start <= end <= state.num_tokens:
             message = f"start, end: {command.start}, {end} is not a range within 0 to {state.num_tokens}."
             raise _Refuse("InvalidRequest", message, "start")
         _require_idle(state)
         if command.start < end == state.num_tokens:
-            state = self._apply(state.session_id, Truncated(at_s=now_s, num_tokens=command.start))
+            state = self._cut(state, command.start, command.call_id, now_s)
         elif command.start < end:
-            state = self._apply(state.session_id, RangeRemoved(at_s=now_s, start=command.start, end=end))
+            event = RangeRemoved(at_s=now_s, start=command.start, end=end, call_id=command.call_id)
+            state = self._apply(state.session_id, event)
         return _head(state)
+
+    def _cut(self, state: SessionState, num_tokens: int, call_id: str, now_s: float) -> SessionState:
+        return self._apply(state.session_id, Truncated(at_s=now_s, num_tokens=num_tokens, call_id=call_id))
 
     def _list(self, command: ListSessions, now_s: float) -> SessionList:
         found = sorted(

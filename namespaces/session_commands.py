@@ -13,7 +13,8 @@ from __future__ import annotations
 import msgspec
 
 from remora.namespaces.edits import ContextOutcome, ContextPolicy
-from remora.namespaces.session_log import ModelLog, SessionState, TurnKind
+from remora.namespaces.session_log import ModelLog, SessionState
+from remora.namespaces.session_turn import TurnKind
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
 
 
@@ -52,6 +53,7 @@ class TruncateSession(_Command, frozen=True, kw_only=True, tag=True):
     """Keeps the first `num_tokens` tokens, or the first `num_turns` turns: exactly one of the two."""
 
     session_id: SessionId
+    call_id: str
     num_tokens: int | None = None
     num_turns: int | None = None
 
@@ -60,6 +62,7 @@ class RemoveTokens(_Command, frozen=True, kw_only=True, tag=True):
     """Takes the tokens [start, end) out of the log; end None: to its end."""
 
     session_id: SessionId
+    call_id: str
     start: int
     end: int | None = None
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -28,13 +28,14 @@ from remora.namespaces.pending_removals import (
     restored,
     without,
 )
+from remora.namespaces.session_turn import Turn, TurnKind, cut_turns, without_range
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
 
 #: More than the attempts a router makes at one request, which count up from the turn's epoch.
 EPOCHS_PER_TURN: Final = 1024
-#: chat: messages under the model's template; text: tokens as they were sent.
-TurnKind = Literal["chat", "text"]
+#: Edits of a session by which one that is said again is known: more than are made while a call is repeated.
+MAX_EDIT_IDS: Final = 16
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -45,18 +46,6 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     """Inverse of pack_tokens."""
     return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one turn lies in the log: prompt [start, prompt_end), answer [prompt_end, end)."""
-
-    kind: TurnKind
-    start: int
-    prompt_end: int
-    end: int
-    #: JSON of the messages that were sent; the answer's text is in the tokens.
-    messages_json: bytes = b"[]"
-    finish_reason: str = ""
 
 
 class ModelLog(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +106,8 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     #: Of the event that made the session, and of the last commit: a call that is said again is known by it.
     call_id: str
     last_turn_id: str = ""
+    #: Of the last edits of the log, newest last: neither is one of these made twice.
+    edit_ids: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -190,6 +181,7 @@ class Appended(_Event, frozen=True, kw_only=True, tag=True):
 
 class Truncated(_Event, frozen=True, kw_only=True, tag=True):
     num_tokens: int
+    call_id: str = ""
 
 
 class RangeRemoved(_Event, frozen=True, kw_only=True, tag=True):
@@ -197,6 +189,7 @@ class RangeRemoved(_Event, frozen=True, kw_only=True, tag=True):
 
     start: int
     end: int
+    call_id: str = ""
 
 
 class Pinned(_Event, frozen=True, kw_only=True, tag=True):
@@ -296,15 +289,15 @@ def _changes(
             return _appended(state, event, removed[len(state.pending) :])
         case Truncated(num_tokens=num_tokens):
             _require(turn is None and 0 <= num_tokens <= state.num_tokens, event)
-            return {**cut_log(state, num_tokens), "used_s": max(state.used_s, event.at_s)}
+            return {**cut_log(state, num_tokens), **_edited(state, event)}
         case RangeRemoved(start=start, end=end):
             _require(turn is None and 0 <= start < end <= state.num_tokens, event)
             gone = state.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES]
             return {
                 "token_bytes": without(state.token_bytes, start, end),
-                "turns": tuple(_without(each, start, end) for each in state.turns),
+                "turns": tuple(without_range(each, start, end) for each in state.turns),
                 "pending": (*state.pending, PendingRemoval(start=start, token_bytes=gone)),
-                "used_s": max(state.used_s, event.at_s),
+                **_edited(state, event),
             }
         case Pinned(pinned=pinned):
             return {"pinned": pinned}
@@ -334,7 +327,7 @@ def _appended(state: SessionState, event: Appended, rolled: tuple[tuple[int, int
     token_bytes, turns = state.token_bytes + event.prompt_bytes + event.output_bytes, (*state.turns, turn)
     for first, last in rolled:
         token_bytes = without(token_bytes, first, last)
-        turns = tuple(_without(each, first, last) for each in turns)
+        turns = tuple(without_range(each, first, last) for each in turns)
     return {
         "token_bytes": token_bytes,
         "turns": turns,
@@ -347,6 +340,11 @@ def _appended(state: SessionState, event: Appended, rolled: tuple[tuple[int, int
     }
 
 
+def _edited(state: SessionState, event: Truncated | RangeRemoved) -> dict[str, object]:
+    edit_ids = (*state.edit_ids, event.call_id) if event.call_id else state.edit_ids
+    return {"edit_ids": edit_ids[-MAX_EDIT_IDS:], "used_s": max(state.used_s, event.at_s)}
+
+
 def cut_log(state: SessionState, num_tokens: int) -> dict[str, object]:
     """Fields of the first `num_tokens` tokens: the log, its turns, and what its KV depends on."""
     pending, num_computed = cut_pending(state.pending, num_tokens)
@@ -356,26 +354,6 @@ def cut_log(state: SessionState, num_tokens: int) -> dict[str, object]:
         "edits": truncated(state.edits, num_computed),
         "pending": pending,
     }
-
-
-def cut_turns(turns: tuple[Turn, ...], num_tokens: int) -> tuple[Turn, ...]:
-    """The turns of the first `num_tokens` tokens; the last may lose its end."""
-    kept = [turn for turn in turns if turn.start < num_tokens]
-    if kept and kept[-1].end > num_tokens:
-        last = kept[-1]
-        kept[-1] = msgspec.structs.replace(
-            last, prompt_end=min(last.prompt_end, num_tokens), end=num_tokens, finish_reason="truncated"
-        )
-    return tuple(kept)
-
-
-def _without(turn: Turn, start: int, end: int) -> Turn:
-    def moved(position: int) -> int:
-        return position - (min(max(position, start), end) - start)
-
-    return msgspec.structs.replace(
-        turn, start=moved(turn.start), prompt_end=moved(turn.prompt_end), end=moved(turn.end)
-    )
 
 
 def _require(condition: bool, event: SessionEvent) -> None:

@@ -19,7 +19,8 @@ from remora.deployments.placement import least_loaded
 from remora.deployments.session_context import SessionContext
 from remora.deployments.token_counts import TokenCounts
 from remora.namespaces.session_commands import ForkSession, MoveSession, SessionHead, ShowSession
-from remora.namespaces.session_log import ModelLog, SessionState, Turn, pack_tokens, unpack_tokens
+from remora.namespaces.session_log import ModelLog, SessionState, pack_tokens, unpack_tokens
+from remora.namespaces.session_turn import Turn
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import Conflict, InvalidRequest, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, SessionId

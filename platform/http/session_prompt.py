@@ -10,7 +10,8 @@ import msgspec
 
 from remora.deployments.models.chat_continuation import join_continuation, render_continuation
 from remora.deployments.models.tokenizer import ChatTokenizer
-from remora.namespaces.session_log import SessionState, TurnKind, unpack_tokens
+from remora.namespaces.session_log import SessionState, unpack_tokens
+from remora.namespaces.session_turn import TurnKind
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.completion_request import CompletionRequest

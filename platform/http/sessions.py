@@ -25,7 +25,8 @@ from remora.namespaces.session_commands import (
     ShowSession,
     TruncateSession,
 )
-from remora.namespaces.session_log import SessionState, Turn, unpack_tokens
+from remora.namespaces.session_log import SessionState, unpack_tokens
+from remora.namespaces.session_turn import Turn
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.base.ids import ModelId, NamespaceId, SessionId
 from remora.platform.http.body import read_model
@@ -157,10 +158,20 @@ def session_routes(services: Services) -> APIRouter:
             if body.num_tokens is not None or body.num_turns is not None:
                 raise InvalidRequest("remove: give it alone, or num_tokens, or num_turns.", field="remove")
             return await head(
-                RemoveTokens(session_id=SessionId(session_id), start=body.remove.start, end=body.remove.end)
+                RemoveTokens(
+                    session_id=SessionId(session_id),
+                    call_id=uuid.uuid4().hex,
+                    start=body.remove.start,
+                    end=body.remove.end,
+                )
             )
         return await head(
-            TruncateSession(session_id=SessionId(session_id), num_tokens=body.num_tokens, num_turns=body.num_turns)
+            TruncateSession(
+                session_id=SessionId(session_id),
+                call_id=uuid.uuid4().hex,
+                num_tokens=body.num_tokens,
+                num_turns=body.num_turns,
+            )
         )
 
     @router.post("/v1/sessions/{session_id}/pin", openapi_extra=json_body(EmptyBody))

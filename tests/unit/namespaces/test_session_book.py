@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -39,6 +40,12 @@ from remora.namespaces.session_log import (
 )
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import Epoch, ModelId, NamespaceId, ReplicaId, SessionId
+
+_calls = itertools.count()
+
+
+def new_call() -> str:
+    return f"call {next(_calls)}"
 
 
 class Book:
@@ -141,7 +148,7 @@ def test_a_second_writer_is_refused_until_the_first_ends(book: Book) -> None:
     second = book.begin(turn="t2")
     assert refused(second) == "Conflict"
     assert second.busy
-    assert refused(book.do(TruncateSession(session_id=SessionId("s"), num_tokens=0))) == "Conflict"
+    assert refused(book.do(TruncateSession(session_id=SessionId("s"), call_id=new_call(), num_tokens=0))) == "Conflict"
     book.commit("s", "t1", first.epoch, [1], [2])
     assert book.begin(turn="t2").epoch == first.epoch + EPOCHS_PER_TURN
 
@@ -220,7 +227,7 @@ def test_a_truncated_session_keeps_the_first_tokens(
 ) -> None:
     book.say("s", "t1", [1, 2], [3])
     book.say("s", "t2", [4], [5, 6])
-    book.do(TruncateSession(session_id=SessionId("s"), **cut))
+    book.do(TruncateSession(session_id=SessionId("s"), call_id=new_call(), **cut))
     assert book.tokens() == left
     assert book.state().ends_in_prompt is in_prompt
     book.say("s", "t3", [7], [8])
@@ -230,7 +237,7 @@ def test_a_truncated_session_keeps_the_first_tokens(
 @pytest.mark.parametrize("cut", [{"num_tokens": 4}, {"num_tokens": -1}, {"num_turns": 2}, {}, {"num_turns": -1}])
 def test_an_impossible_cut_is_refused_by_the_fields_name(book: Book, cut: dict[str, int]) -> None:
     book.say("s", "t1", [1, 2], [3])
-    answer = book.do(TruncateSession(session_id=SessionId("s"), **cut))
+    answer = book.do(TruncateSession(session_id=SessionId("s"), call_id=new_call(), **cut))
     assert refused(answer) == "InvalidRequest"
     assert answer.field in ("num_tokens", "num_turns")
     assert book.tokens() == [1, 2, 3]
@@ -311,7 +318,7 @@ def log_of(book: Book) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def remove(book: Book, start: int, end: int | None = None) -> Any:
-    return book.do(RemoveTokens(session_id=SessionId("s"), start=start, end=end))
+    return book.do(RemoveTokens(session_id=SessionId("s"), call_id=new_call(), start=start, end=end))
 
 
 def test_a_removed_range_waits_for_the_next_turn_with_its_tokens(book: Book) -> None:
@@ -333,6 +340,30 @@ def test_a_removed_range_waits_for_the_next_turn_with_its_tokens(book: Book) -> 
     book.restart()
     assert log_of(book) == ((5, 6, 7), (5, 6, 7))
     assert (book.state().edits, book.state().pending) == (edits, ())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        RemoveTokens(session_id=SessionId("s"), call_id="edit", start=1, end=3),
+        RemoveTokens(session_id=SessionId("s"), call_id="edit", start=3),
+        TruncateSession(session_id=SessionId("s"), call_id="edit", num_tokens=3),
+        TruncateSession(session_id=SessionId("s"), call_id="edit", num_turns=1),
+    ],
+)
+def test_an_edit_that_is_said_again_after_a_crash_is_made_once(book: Book, edit: Any) -> None:
+    book.say("s", "t1", [1, 2, 3], [4, 5])
+    book.say("s", "t2", [6], [7])
+    first = book.do(edit)
+    book.restart()
+    assert book.do(edit) == first
+    remove(book, 0, 1)
+    after = book.tokens()
+    assert book.do(edit).num_tokens == len(after), "nor after another one's edit"
+    assert book.tokens() == after
+    for _ in range(40):
+        remove(book, 0, 0)
+    assert len(book.state().edit_ids) <= 16
 
 
 def test_removing_to_the_end_is_a_truncation(book: Book) -> None:
@@ -357,7 +388,7 @@ def test_a_cut_behind_a_removal_keeps_it_and_one_before_it_forgets_it(book: Book
     book.do(ForkSession(session_id=SessionId("s"), new_id=SessionId("f"), call_id="f", num_tokens=2, max_sessions=9))
     fork = book.book._sessions[SessionId("f")]
     assert (unpack_tokens(fork.computed_bytes), fork.pending) == ((1, 2), ())
-    book.do(TruncateSession(session_id=SessionId("s"), num_tokens=3))
+    book.do(TruncateSession(session_id=SessionId("s"), call_id=new_call(), num_tokens=3))
     assert log_of(book) == ((1, 2, 5), (1, 2, 3, 4, 5))
 
 

@@ -9,7 +9,8 @@ import pytest
 from test_session_book import Book, refused
 
 from remora.namespaces.session_commands import ForkSession, MoveSession, SessionHead, ShowSession
-from remora.namespaces.session_log import ModelLog, SessionState, Turn, pack_tokens
+from remora.namespaces.session_log import ModelLog, SessionState, pack_tokens
+from remora.namespaces.session_turn import Turn
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, SessionId
 
 

@@ -116,7 +116,11 @@ class SessionMachine(CountedMachine):
     @rule(name=NAMES, start=st.integers(0, 8), length=st.integers(0, 4))
     def remove_tokens(self, name: str, start: int, length: int) -> None:
         tokens = self.model[name].tokens if name in self.model else []
-        answer = self.do(RemoveTokens(session_id=SessionId(name), start=start, end=start + length))
+        self.count += 1
+        call_id = str(self.count)
+        command = RemoveTokens(session_id=SessionId(name), call_id=call_id, start=start, end=start + length)
+        answer = self.do(command)
+        assert self.do(command) == answer, "said again"
         assert isinstance(answer, SessionRefused) or start + length <= len(tokens)
         if isinstance(answer, SessionHead):
             del tokens[start : start + length]
@@ -162,8 +166,9 @@ class SessionMachine(CountedMachine):
 
     @rule(name=NAMES, share=st.floats(0, 1))
     def truncate(self, name: str, share: float) -> None:
+        self.count += 1
         cut = int(len(self.model[name].tokens) * share) if name in self.model else 0
-        answer = self.do(TruncateSession(session_id=SessionId(name), num_tokens=cut))
+        answer = self.do(TruncateSession(session_id=SessionId(name), call_id=str(self.count), num_tokens=cut))
         if isinstance(answer, SessionHead):
             del self.model[name].tokens[cut:]
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from remora.deployments.models.chat_continuation import join_continuation, render_continuation
 from remora.deployments.models.tokenizer import ChatTokenizer
-from remora.namespaces.session_log import Turn
+from remora.namespaces.session_turn import Turn
 from remora.platform.base.errors import InvalidRequest
 from remora.platform.cli.main import remora
 from remora.platform.http.session_models import retokenised
