@@ -8,6 +8,8 @@
 
 SHELL := /bin/bash
 VENV := .venv
+# Tests without a Ray cluster of their own: two at a time, a file each. What starts Ray has all cores to itself.
+ONE_PROCESS_TESTS := tests/unit tests/kernels tests/engine
 # The first start compiles what it imports, so that the next one is fast.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHON GPU
@@ -20,7 +22,12 @@ serve:
 
 test:
 	@bash .ci/set-up test
+ifdef TESTS
 	$(VENV)/bin/python -m pytest $(TESTS) $(ARGS)
+else
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ONE_PROCESS_TESTS) $(ARGS)
+	$(VENV)/bin/python -m pytest tests $(ONE_PROCESS_TESTS:%=--ignore=%) $(ARGS)
+endif
 
 check:
 	@bash .ci/set-up test

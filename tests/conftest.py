@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -110,6 +111,9 @@ def ray_cluster() -> Iterator[None]:
 # ---- which tests run -------------------------------------------------------------------------------------------------
 
 _deselected = pytest.StashKey[dict[str, list[str]]]()
+_leftovers = pytest.StashKey[list[str]]()
+#: What a process of several tells the one that started it.
+_LEFT_OUT, _LEFT_BEHIND = "left_out", "left_behind"
 #: Quick ones first. What tests share of Ray and of the platform stays up to the end and costs every test behind it.
 _ORDER = ("unit", "kernels", "gpu", "engine", "cluster", "e2e")
 
@@ -135,6 +139,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=removed)
         items[:] = kept
     config.stash[_deselected] = left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """One of several processes that tests run in (pytest-xdist) is done: what it found counts for the whole."""
+    output = getattr(node, "workeroutput", {})
+    node.config.stash.setdefault(_deselected, {}).update(output.get(_LEFT_OUT, {}))
+    node.config.stash.setdefault(_leftovers, []).extend(output.get(_LEFT_BEHIND, []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -170,22 +182,22 @@ def _fail_instead(report: object) -> None:
 
 # ---- nothing is left behind ------------------------------------------------------------------------------------------
 
-_leftovers = pytest.StashKey[list[str]]()
-
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Processes and shared memory that tests leave behind fail the session, and are removed."""
     from remora.platform.cli.processes import command_of, kill_processes, marked_processes
 
-    left = []
+    left = session.config.stash.setdefault(_leftovers, [])
     processes = _settled(lambda: marked_processes(_SESSION_VARIABLE, _SESSION))
     left += [f"process {process.pid}: {command_of(process.pid)}" for process in processes]
     kill_processes(processes)
     left += [f"shared memory: {path}" for path in sorted(_SHM_DIR.iterdir())]
     shutil.rmtree(_SHM_DIR, ignore_errors=True)
     shutil.rmtree(_STATE_DIR, ignore_errors=True)
-    session.config.stash[_leftovers] = left
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output.update({_LEFT_OUT: session.config.stash.get(_deselected, {}), _LEFT_BEHIND: left})
     if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +33,11 @@ def native_library(require: Callable[[str], str]) -> Callable[[bool], Path]:
             path = build.SOURCE_DIR.parent / name
             if not _up_to_date(path):
                 require("g++")
-                build.build(path, emulate=emulated)
+                lock = os.open(path.parent, os.O_RDONLY)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not _up_to_date(path):  # another process of the same run may have built it meanwhile
+                    build.build(path, emulate=emulated)
+                os.close(lock)
             ready[emulated] = path
         return ready[emulated]
 

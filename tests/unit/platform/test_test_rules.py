@@ -115,6 +115,19 @@ def test_shared_memory_that_is_left_behind_fails_the_session_and_is_removed(tmp_
     assert not Path((tmp_path / "dir").read_text()).exists()
 
 
+def test_what_several_processes_leave_out_and_behind_is_said_by_the_one_that_started_them(tmp_path: Path) -> None:
+    code = (
+        "@pytest.mark.soak\ndef test_long(): pass\n"
+        "@pytest.mark.parametrize('number', range(2))\n"
+        "def test_it(number): Path(os.environ['REMORA_SHM_DIR'], 'x').write_text('')"
+    )
+    status, text = run_suite(tmp_path, code, "--numprocesses", "2")
+    assert status == 1, text
+    assert "2 passed" in text
+    assert "left out (soak: run by `make soak`): 1 of test_it.py" in text
+    assert text.count("LEFT BEHIND: shared memory") == 2
+
+
 def test_a_session_has_state_of_its_own(tmp_path: Path) -> None:
     code = (
         "def test_it():\n"
