@@ -92,7 +92,9 @@ def test_soak_tests_run_when_they_are_asked_for(tmp_path: Path) -> None:
 def test_a_process_that_is_left_behind_fails_the_session_and_is_killed(tmp_path: Path) -> None:
     code = (
         "def test_it():\n"
-        "    left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True)\n"
+        "    command = [sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(100)']\n"
+        "    left = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)\n"
+        "    left.stdout.read(1)  # before it runs, its environment cannot be read\n"
         "    Path('pid').write_text(str(left.pid))"
     )
     status, text = run_suite(tmp_path, code)
