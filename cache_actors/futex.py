@@ -57,6 +57,10 @@ class Futex:
         """
         assert self._word is not None
         self._word.value = (self._word.value + 1) & 0xFFFFFFFF
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes the sleeper, if there is one, without a change of the word: it looks at whatever else it waits for."""
         _libc().syscall(self._syscall_number, self._address, _FUTEX_WAKE, 1, None, None, 0)
 
     def release(self) -> None:

@@ -46,8 +46,8 @@ class StageTables(Protocol):
         """Physical block ids of `stage` (1 .. K-1), of the shape of `logical_SB`.
 
         `geometry` is stage 0's, in the precision of the sequences; ids of both sides are in units of their own
-        geometry's block_bytes. Raises IntegrityError for a logical block that the stage does not hold. Entries that the
-        step does not read are 0 on both sides.
+        geometry's block_bytes. Entries behind a sequence's context are not read, whatever they are on either side.
+        Raises IntegrityError for another logical block that the stage does not hold.
         """
         ...
 
@@ -79,7 +79,7 @@ class StageTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(NamedTuple):
-    #: As the rows of the batch ask; the caller's until `PipelineRunner.give_back`, or the second next `collect`.
+    #: As the rows of the batch ask. Valid until max_in_flight further steps were submitted.
     logits_RV: Float32
     #: 1 where a stage could not hold K or V of the sequence (StepBatch.not_finite_S).
     not_finite_S: NDArray[np.uint8]
@@ -110,7 +110,8 @@ class PipelineRunner(Decoder, Protocol):
         """Computes the batch's micro-batches in stage 0, one after the other, and passes each on at once.
 
         `batch` may be filled anew when this returns. Raises KernelError, with nothing sent, for what `forward` of a
-        decoder refuses, or when max_in_flight steps are under way; StageLost when a stage is gone.
+        decoder refuses, or when max_in_flight steps are under way; StageLost when a stage is gone. What goes wrong
+        behind the first micro-batch is raised by `collect`.
         """
         ...
 
