@@ -18,6 +18,7 @@ import msgspec
 import ray
 
 from remora.cache_actors.cluster_names import ray_namespace
+from remora.cache_actors.model_sleep import ModelSleep
 from remora.cache_actors.process_watch import is_alive
 from remora.cache_actors.registry_state import (
     Changes,
@@ -30,11 +31,12 @@ from remora.cache_actors.registry_state import (
     ReplicaStatus,
     Settled,
 )
+from remora.cache_actors.serve_scaler import scale_deployment
 from remora.cache_actors.session_ends import end_sessions
 from remora.cache_actors.session_registry import SessionRegistry
 from remora.namespaces.session_commands import SessionCommand
 from remora.platform.base.config import ClusterConfig
-from remora.platform.base.ids import ReplicaId
+from remora.platform.base.ids import ModelId, ReplicaId
 from remora.platform.base.state_store import SqlStateStore, database_url_of
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class RegistryActor:
         self._state = RegistryState(uuid.uuid4().hex)
         self._heard_s: dict[ReplicaId, float] = {}
         self._changed = asyncio.Event()
+        self._sleep = ModelSleep(scale_deployment)
         context = ray.get_runtime_context()
         self._node_id: str = context.get_node_id()
         self._sessions = SessionRegistry(
@@ -89,6 +92,9 @@ class RegistryActor:
         self._heard_s[replica_id] = time.monotonic()
         if (record.status, record.load) != (status, load):
             self._apply(ReplicaChanged(record=msgspec.structs.replace(record, status=status, load=load)))
+        if load.wants_sleep and self._state.settled:
+            # Here, and not now and then: no other moment's word of the replica is as fresh.
+            await self._sleep.look(self._of(record.model_id))
         return True
 
     async def unregister(self, replica_id: ReplicaId) -> None:
@@ -113,6 +119,14 @@ class RegistryActor:
                 pass
         return self._state.changes_since(incarnation, version)
 
+    async def wake_model(self, app_name: str, model_id: ModelId, num_replicas: int) -> bool:
+        """Starts the replicas of a model that sleeps; see ModelSleep.wake."""
+        return await self._sleep.wake(app_name, model_id, num_replicas)
+
+    async def sleep_model(self, model_id: ModelId) -> None:
+        """Stops the replicas of a model that has nothing to do; see ModelSleep.sleep_now."""
+        await self._sleep.sleep_now(self._of(model_id))
+
     async def session_call(self, data: bytes) -> bytes:
         """Answers one SessionCommand with a SessionAnswer, both as msgpack."""
         return _encoder.encode(await self._sessions.call(_command_decoder.decode(data)))
@@ -124,7 +138,11 @@ class RegistryActor:
     async def check_integrity(self) -> None:
         """Raises IntegrityError when an invariant is broken."""
         self._state.check_integrity()
+        self._sleep.check_integrity()
         self._sessions.check_integrity()
+
+    def _of(self, model_id: ModelId) -> list[ReplicaRecord]:
+        return [record for record in self._state.replicas() if record.model_id == model_id]
 
     def _apply(self, event: RegistryEvent) -> None:
         self._state.apply(event)
@@ -133,6 +151,7 @@ class RegistryActor:
 
     def _remove(self, replica_id: ReplicaId, reason: str) -> None:
         self._heard_s.pop(replica_id, None)
+        self._sleep.forget(replica_id)
         if self._state.replica(replica_id) is not None:
             logger.info("replica %s left the directory: %s", replica_id, reason)
             self._apply(ReplicaRemoved(replica_id=replica_id, reason=reason))

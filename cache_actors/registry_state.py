@@ -30,6 +30,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     #: Tokens of prompts that are not evaluated yet.
     num_pending_tokens: int = 0
     generated_tokens_per_s: float = 0.0
+    #: It had nothing to do for its model's `idle_timeout_s`.
+    wants_sleep: bool = False
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     #: Decoder.name of its back-end.
     decoder: str = ""
+    #: The Serve application that it is part of.
+    app_name: str = ""
     status: ReplicaStatus = "starting"
     load: ReplicaLoad = ReplicaLoad()
 

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from remora.deployments.catalog import Catalog
 from remora.deployments.listed import Listed
 from remora.deployments.model_card import ModelCard
 from remora.deployments.placement import Candidate
 from remora.deployments.replica_connection import Connect, ConnectionOwner, ReplicaConnection
+from remora.deployments.waker import Waker
+from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, ReplicaId, RouterId
+from remora.platform.base.telemetry import span
 
 
 class Fleet:
     """Owned by the router's event loop. Told of replicas by `update`; `stop` ends all connections."""
 
     def __init__(
-        self, catalog: Catalog, connect: Connect, owner: ConnectionOwner, *, router_id: RouterId, card_timeout_s: float
+        self, catalog: Catalog, connect: Connect, owner: ConnectionOwner, *, router_id: RouterId, waker: Waker
     ) -> None:
         self._catalog = catalog
         self._connect = connect
         self._owner = owner
         self._router_id = router_id
-        self._card_timeout_s = card_timeout_s
+        self._waker = waker
         self._cards: dict[ModelId, ModelCard] = {}
         self._connections: dict[ReplicaId, ReplicaConnection] = {}
         self._listed: dict[ReplicaId, Listed] = {}
@@ -81,22 +85,35 @@ class Fleet:
         return bool(self._connected(model_id))
 
     def missing_models(self) -> list[ModelId]:
-        """Models without a connected replica."""
-        return [model_id for model_id in self._catalog.models if not self.is_ready(model_id)]
+        """Models that have no connected replica, and that no request would wake."""
+        return [
+            model_id
+            for model_id in self._catalog.models
+            if not self.is_ready(model_id) and not self._waker.can_sleep(model_id)
+        ]
 
     def known_card(self, model_id: ModelId) -> ModelCard | None:
         """The model's card; None before its first replica."""
         return self._cards.get(model_id)
 
-    async def card(self, model_id: ModelId) -> ModelCard:
-        """The model's card; waits for a first replica up to the time-out, then raises Unavailable."""
+    async def card(self, model_id: ModelId, trace_context: Mapping[str, str] | None = None) -> ModelCard:
+        """The model's card; waits for a first replica up to the model's longest wait, then raises Unavailable.
+
+        `trace_context`: of the request that needs it, which shows the wait if the model has to be woken.
+        """
         if model_id not in self._cards:
-            deadline_s = asyncio.get_running_loop().time() + self._card_timeout_s
-            while model_id not in self._cards:
-                if asyncio.get_running_loop().time() >= deadline_s:
-                    raise Unavailable(f"No replica of the model {model_id!r} is up yet; try again.", retry_after_s=5.0)
-                await asyncio.sleep(0.05)
+            self._waker.need(model_id)
+            waiting = span(names.MODEL_WAKE, parent=trace_context) if self._waker.can_sleep(model_id) else nullcontext()
+            with waiting:
+                await self._first_card(model_id)
         return self._cards[model_id]
+
+    async def _first_card(self, model_id: ModelId) -> None:
+        deadline_s = asyncio.get_running_loop().time() + self._waker.max_wait_s(model_id)
+        while model_id not in self._cards:
+            if asyncio.get_running_loop().time() >= deadline_s:
+                raise Unavailable(f"No replica of the model {model_id!r} is up yet; try again.", retry_after_s=5.0)
+            await asyncio.sleep(0.05)
 
     def _connected(self, model_id: ModelId) -> list[ReplicaConnection]:
         return [

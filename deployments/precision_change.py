@@ -46,6 +46,7 @@ async def change_precision(
             field="kv_precision",
         )
     model_id = ModelId(core.catalog.namespaces[namespace_id].model)
+    await core.waker.ready(model_id)
     replicas = [each for each in core.fleet.connections() if each.connected and _serves(core, each, model_id)]
     if not replicas:
         raise Unavailable(f"No replica of {model_id!r} is up to say whether it has this precision; try again.")

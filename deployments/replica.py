@@ -39,6 +39,7 @@ from remora.deployments.engine.base import EngineConfig, EngineNamespace, Engine
 from remora.deployments.engine.engine import Engine
 from remora.deployments.engine.messages import GenerationRequest
 from remora.deployments.feed import FeedHub
+from remora.deployments.idle_watch import IdleWatch
 from remora.deployments.model_card import ModelCard
 from remora.deployments.models.load import LoadedModel, load_model
 from remora.deployments.namespace_formats import NamespaceFormats
@@ -141,6 +142,7 @@ class ModelReplica:
             on_fenced=self._on_fenced,
         )
         self._stall = StallWatch()
+        self._idle = IdleWatch(self._model_config.idle_timeout_s)
         self._draining = False
         self._engine.start()
         self._membership = RegistryMember(get_or_create_registry(config.cluster), self._record(), self._report)
@@ -211,6 +213,7 @@ class ModelReplica:
         for request in requests:
             self._hub.take(request)
             self._engine.submit(request)
+        self._idle.note_busy()
         return b""
 
     async def cancel(self, data: bytes, *, target: str) -> bytes:
@@ -289,9 +292,14 @@ class ModelReplica:
             geometry=self._model.geometry,
             max_model_len=self._model.max_model_len,
             decoder=self._model.decoder.name,
+            app_name=serve.get_replica_context().app_name,
         )
 
     def _report(self) -> tuple[ReplicaStatus, ReplicaLoad]:
         stats: EngineStats = self._engine.stats()
-        load = ReplicaLoad(num_running=stats.num_running, num_waiting=stats.num_waiting)
+        if stats.num_running or stats.num_waiting:
+            self._idle.note_busy()
+        load = ReplicaLoad(
+            num_running=stats.num_running, num_waiting=stats.num_waiting, wants_sleep=self._idle.is_over()
+        )
         return "draining" if self._draining else "ready", load

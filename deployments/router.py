@@ -15,6 +15,8 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 
+from opentelemetry.trace import Span
+
 from remora.deployments.catalog import Catalog
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest
 from remora.deployments.fleet import Fleet
@@ -25,11 +27,12 @@ from remora.deployments.placer import Placer
 from remora.deployments.replica_connection import Connect, ReplicaConnection
 from remora.deployments.request_stream import RequestStream, error_of
 from remora.deployments.router_stats import ResumeReason, RouterStats
+from remora.deployments.waker import Wake, Waker
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import Conflict, IntegrityError, OverQuota, RemoraError, Unavailable
 from remora.platform.base.ids import ReplicaId, RequestId, RouterId, SessionId
-from remora.platform.base.telemetry import span
+from remora.platform.base.telemetry import span, start_span
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +52,29 @@ class RouterCore:
         *,
         router_id: RouterId,
         stats: RouterStats | None = None,
+        wake: Wake | None = None,
     ) -> None:
+        """`wake`: starts the replicas of a model whose `idle_timeout_s` has stopped them."""
         self.config = config
         self.router_id = router_id
         self.stats = stats or RouterStats()
         self.catalog = Catalog(config)
-        self.fleet = Fleet(self.catalog, connect, self, router_id=router_id, card_timeout_s=config.http.queue_timeout_s)
+        self.waker = Waker(
+            self.catalog.models,
+            wake,
+            is_ready=lambda model_id: self.fleet.is_ready(model_id),
+            stats=self.stats,
+            queue_timeout_s=config.http.queue_timeout_s,
+        )
+        self.fleet = Fleet(self.catalog, connect, self, router_id=router_id, waker=self.waker)
         self.moves = Moves(self)
         #: By the id of their current attempt.
         self._streams: dict[RequestId, RequestStream] = {}
         #: Streams without a replica, oldest first.
         self._waiting: dict[RequestId, RequestStream] = {}
         self._timers: dict[RequestId, asyncio.TimerHandle] = {}
+        #: Of waiting streams whose model has to be woken.
+        self._wakes: dict[RequestId, Span] = {}
         self.placer = Placer()
         self._random = random.SystemRandom()
 
@@ -75,6 +89,7 @@ class RouterCore:
     async def stop(self) -> None:
         """Ends all feeds and fails all unfinished requests."""
         await self.moves.stop()
+        await self.waker.stop()
         for stream in list(self._streams.values()):
             self._fail(stream, Unavailable("the router is shutting down"))
         await self.fleet.stop()
@@ -133,12 +148,23 @@ class RouterCore:
             self._assign(stream)
 
     def _await_replica(self, stream: RequestStream) -> None:
-        """Starts an attempt: at once if a replica is connected, else when one is, within the queue time-out."""
+        """Starts an attempt: at once if a replica is connected, else when one is, within the model's longest
+        wait."""
+        model_id = stream.request.model_id
         self._waiting[stream.request_id] = stream
         self._timers[stream.request_id] = asyncio.get_running_loop().call_later(
-            self.config.http.queue_timeout_s, self._on_queue_timeout, stream
+            self.waker.max_wait_s(model_id), self._on_queue_timeout, stream
         )
         self._assign(stream)
+        if stream.replica_id is None and self.waker.can_sleep(model_id):
+            attributes = {
+                names.REMORA_REQUEST_ID: stream.attempt_id,
+                names.REMORA_NAMESPACE: stream.request.namespace_id,
+            }
+            self._wakes[stream.request_id] = start_span(
+                names.MODEL_WAKE, attributes, parent=stream.request.trace_context
+            )
+            self.waker.need(model_id)
 
     def _assign(self, stream: RequestStream) -> None:
         """Gives a waiting request to a replica, if there is one."""
@@ -155,13 +181,15 @@ class RouterCore:
             route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)
             route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
             route.set_attribute(names.REMORA_ROUTE_OVERLAP_BLOCKS, num_blocks)
-        self._stop_waiting(stream)
+        was_asleep = self._stop_waiting(stream)
         connection = self.fleet.connection(choice.replica_id)
         assert connection is not None, "a candidate is connected"
         connection.own_load_tokens += stream.load_tokens
         stream.replica_id = choice.replica_id
         waited_s = asyncio.get_running_loop().time() - stream.started_s
-        left_s = max(request.queue_timeout_s - waited_s, 0.1) if stream.log.empty else request.queue_timeout_s
+        # Waiting for the model to wake is not queueing: after it the queue is as new as the replica.
+        is_new = stream.log.empty and not was_asleep
+        left_s = max(request.queue_timeout_s - waited_s, 0.1) if is_new else request.queue_timeout_s
         connection.send(stream.attempt_request(left_s))
         self.stats.routed(request.model_id, choice.reason)
 
@@ -171,6 +199,7 @@ class RouterCore:
         assert connection.card is not None
         self.fleet.note_card(connection.card)
         self.placer.sources.note(connection.card)
+        self.waker.arrived(connection.card.model_id)
         logger.info("replica %s of %s is connected", connection.replica_id, connection.card.model_id)
         self._assign_waiting()
         self.moves.drain()
@@ -206,6 +235,8 @@ class RouterCore:
                 self._withdraw(stream)
                 self.stats.resumed(request.model_id, "unavailable")
                 self._next_attempt(stream, None)
+        for stream in self.streams_at(connection.replica_id):
+            self.waker.need(stream.request.model_id)
         self.moves.drain()
 
     def on_lost(self, connection: ReplicaConnection, reason: str) -> None:
@@ -262,16 +293,21 @@ class RouterCore:
             stream,
             Unavailable(
                 f"No replica of the model {stream.request.model_id!r} came up within "
-                f"{self.config.http.queue_timeout_s:g} s; try again.",
+                f"{self.waker.max_wait_s(stream.request.model_id):g} s; try again.",
                 retry_after_s=5.0,
             ),
         )
 
-    def _stop_waiting(self, stream: RequestStream) -> None:
+    def _stop_waiting(self, stream: RequestStream) -> bool:
+        """Whether it waited for its model to wake."""
         self._waiting.pop(stream.request_id, None)
         timer = self._timers.pop(stream.request_id, None)
         if timer is not None:
             timer.cancel()
+        wake = self._wakes.pop(stream.request_id, None)
+        if wake is not None:
+            wake.end()
+        return wake is not None
 
     def _withdraw(self, stream: RequestStream) -> None:
         """Takes the current attempt away from its replica, stopping it there if it still runs."""
@@ -309,6 +345,9 @@ class RouterCore:
             if stream.log.finished or stream.closed:
                 raise IntegrityError(f"request {attempt_id} has ended but is still held")
         held = {stream.request_id for stream in self._streams.values()}
+        self.waker.check_integrity()
+        if not self._waiting.keys() >= self._wakes.keys():
+            raise IntegrityError("a request waits for its model to wake, and has been given to a replica")
         if not held.issuperset(self._waiting) or self._waiting.keys() != self._timers.keys():
             raise IntegrityError("a request waits but is not held, or its timer and it are not together")
         for connection in self.fleet.connections():

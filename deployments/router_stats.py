@@ -12,6 +12,7 @@ from remora.platform.base.ids import ModelId
 ResumeReason = Literal["replica_lost", "unavailable", "gap", "refused"]
 #: Why a running request was moved.
 MoveReason = Literal["asked", "drain", "load", "memory"]
+_WAKE_BUCKETS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 _PAUSE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -50,6 +51,19 @@ class RouterStats:
             ("model", "reason"),
             registry=self.registry,
         )
+        self._wakes = Counter(
+            "remora_model_wakes_total",
+            "Times that a request ended the sleep of a model.",
+            ("model",),
+            registry=self.registry,
+        )
+        self._wake_s = Histogram(
+            "remora_model_wake_seconds",
+            "From the first request for a sleeping model to a replica that takes it.",
+            ("model",),
+            buckets=_WAKE_BUCKETS_S,
+            registry=self.registry,
+        )
         self._pause_s = Histogram(
             "remora_migration_pause_seconds",
             "From the end of a moved request's work at one replica to its first token from another.",
@@ -74,6 +88,10 @@ class RouterStats:
 
     def move_failed(self, model_id: ModelId, reason: MoveReason) -> None:
         self._failed_moves.labels(model_id, reason).inc()
+
+    def woke(self, model_id: ModelId, took_s: float) -> None:
+        self._wakes.labels(model_id).inc()
+        self._wake_s.labels(model_id).observe(took_s)
 
     def abandoned(self, model_id: ModelId) -> None:
         self._abandoned.labels(model_id).inc()

@@ -21,6 +21,14 @@ TARGET = "target"
 class TargetedRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Every call goes to the replica whose unique id is its `target`, or fails with ReplicaLeaving at once."""
 
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        if not self.curr_replicas:
+            # Serve would keep the call until there is a replica, which is another one, and asks nobody before.
+            raise ReplicaLeaving("Serve lists no replica at all (any more, or yet)")
+        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:

@@ -90,6 +90,7 @@ applications:
   - name: remora
     route_prefix: /
     import_path: remora.platform.cluster_app:cluster_app
+    external_scaler_enabled: true
     args:
       config: /etc/remora/remora.yaml
       # Changes with the configuration, so that Serve rolls the replicas over in place.

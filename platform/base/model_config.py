@@ -54,6 +54,10 @@ class ModelConfig(Section):
     num_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     #: Its part of the time of a device, against other busy models there; None: the weights of its namespaces, added up.
     step_weight: Annotated[float, Field(gt=0, le=1000)] | None = None
+    #: Seconds without requests after which its replicas stop, until the next request; None: they stay.
+    idle_timeout_s: Annotated[float, Field(ge=1, le=1e7)] | None = None
+    #: Longest that a request waits for replicas that were stopped so.
+    wake_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
     device: Name = "cpu0"
     #: Further devices of a node with blocks as long: its replicas there are spread over all of them in turn.
     more_devices: tuple[Name, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 # ---- spans -----------------------------------------------------------------------------------------------------------
 
 ROUTER_ROUTE = "router.route"
+MODEL_WAKE = "model.wake"
 POOL_ADMIT = "pool.admit"
 POOL_EVICT = "pool.evict"
 QUOTA_BORROW = "quota.borrow"

@@ -153,7 +153,15 @@ class LocalPlatform:
         start_serve(self._config)
         self._say("Serve: started")
         serve.run_many(
-            [serve.RunTarget(build_app(self._config), name=APP_NAME, route_prefix="/")],
+            [
+                serve.RunTarget(
+                    build_app(self._config),
+                    name=APP_NAME,
+                    route_prefix="/",
+                    # Models with an idle_timeout_s are stopped and started by the registry.
+                    external_scaler_enabled=True,
+                )
+            ],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )

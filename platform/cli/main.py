@@ -24,6 +24,8 @@ _COMMANDS = {
     "ns": "ns",
     "sessions": "sessions",
     "drain": "drain",
+    "sleep": "sleep",
+    "wake": "sleep",
     "trace": "trace",
     "keys": "keys",
     "bench": "bench",

@@ -32,6 +32,11 @@ def status(url: str | None) -> None:
 
 
 def _show(client: httpx.Client) -> None:
+    models: list[dict[str, Any]] = get_json(client, "/v1/models")["data"]
+    print_table(
+        ["MODEL", "STATE", "NAMESPACES"],
+        [[each["id"], each["state"], ", ".join(each["namespaces"])] for each in models],
+    )
     replicas: list[dict[str, Any]] = get_json(client, "/v1/replicas")["data"]
     print_table(
         ["REPLICA", "MODEL", "CONNECTED", "LOAD TOKENS"],

@@ -72,9 +72,10 @@ def admin_routes(services: Services) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus text: every router, every replica, every pool."""
         connections = core.fleet.connections()
-        routers, pools, *stats = await asyncio.gather(
+        routers, pools, states, *stats = await asyncio.gather(
             services.routers.families(),
             services.pools.reports(),
+            services.states.all(),
             *(replica_stats(connection) for connection in connections),
         )
         replicas = {
@@ -82,7 +83,7 @@ def admin_routes(services: Services) -> APIRouter:
             for connection, figures in zip(connections, stats, strict=True)
             if figures is not None
         }
-        return Response(render_metrics(core, routers, replicas, pools), media_type=CONTENT_TYPE)
+        return Response(render_metrics(core, routers, replicas, pools, states), media_type=CONTENT_TYPE)
 
     return router
 

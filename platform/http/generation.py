@@ -164,7 +164,7 @@ class Generation:
         self._added = added
         if max_tokens is not None:
             self._span.set_attribute(names.GEN_AI_REQUEST_MAX_TOKENS, max_tokens)
-        card = await self._services.core.fleet.card(self.model_id)
+        card = await self._services.core.fleet.card(self.model_id, inject(self._span))
         self.system_fingerprint = f"fp_{card.fingerprint.hex()[:12]}"
         tokenizer.check_ids(fields.stop_token_ids or (), field="stop_token_ids")
         tokenizer.check_ids([token_id for token_id, _ in fields.biases()], field="logit_bias")

@@ -23,6 +23,7 @@ from remora.cache_actors.session_client import RegistrySessions
 from remora.cache_actors.trace_reader import RemoteTraces
 from remora.deployments.cluster_traces import ClusterTraces, LocalTraces
 from remora.deployments.listed import Listed
+from remora.deployments.model_states import ModelStates
 from remora.deployments.models.load import load_tokenizer
 from remora.deployments.moves import Moved
 from remora.deployments.pool_reports import ClusterPools
@@ -30,6 +31,7 @@ from remora.deployments.rebalancer import Rebalancer
 from remora.deployments.replica_link import ReplicaLink
 from remora.deployments.router import RouterCore
 from remora.deployments.serve_link import ServeLink
+from remora.deployments.serve_models import ServeModels
 from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import Unavailable
@@ -62,8 +64,11 @@ class HttpRouter:
             "router", config.telemetry, state_dir, requests_begin_here=True, on_kept=self._keep_trace_everywhere
         )
         self._models = models
-        self._core = RouterCore(config, self._connect, router_id=RouterId(f"router-{uuid.uuid4().hex[:12]}"))
         registry = get_or_create_registry(config.cluster)
+        serve_models = ServeModels(serve.get_replica_context().app_name, registry, config.models)
+        self._core = RouterCore(
+            config, self._connect, router_id=RouterId(f"router-{uuid.uuid4().hex[:12]}"), wake=serve_models.wake
+        )
         self._directory = ReplicaDirectory(registry, self._on_change)
         self._turns = SessionTurns(RegistrySessions(registry))
         pools = ClusterPools(config.cluster.name)
@@ -83,6 +88,8 @@ class HttpRouter:
                 list_nodes=self._nodes,
                 connect=partial(RemoteTraces, config.cluster),
             ),
+            states=ModelStates(self._core, serve_models.count_replicas),
+            sleep=serve_models.sleep,
         )
 
     def _keep_trace_everywhere(self, trace_id: str) -> None:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from remora.deployments.model_states import ModelState
 from remora.deployments.router import RouterCore
 from remora.platform.base.ids import ModelId, ReplicaId
 from remora.platform.http.pool_documents import Pools
@@ -60,9 +61,15 @@ class _Answers(Collector):
     """What was collected for one page."""
 
     def __init__(
-        self, core: RouterCore, routers: Sequence[Sequence[Family]], replicas: ReplicaFigures, pools: Pools
+        self,
+        core: RouterCore,
+        routers: Sequence[Sequence[Family]],
+        replicas: ReplicaFigures,
+        pools: Pools,
+        states: Mapping[ModelId, ModelState],
     ) -> None:
         self._core = core
+        self._states = states
         self._routers = routers
         self._replicas = replicas
         self._pools = pools
@@ -77,9 +84,14 @@ class _Answers(Collector):
         ready = GaugeMetricFamily(
             "remora_model_ready", "1 when a replica of the model is connected.", labels=("model",)
         )
-        for model_id in self._core.catalog.models:
-            ready.add_metric((model_id,), float(self._core.fleet.is_ready(model_id)))
+        asleep = GaugeMetricFamily(
+            "remora_model_asleep", "1 when its replicas are stopped until the next request.", labels=("model",)
+        )
+        for model_id, state in self._states.items():
+            ready.add_metric((model_id,), float(state == "ready"))
+            asleep.add_metric((model_id,), float(state == "asleep"))
         yield ready
+        yield asleep
         weight = GaugeMetricFamily(
             "remora_model_step_weight",
             "The model's part of its device's time, against other busy models.",
@@ -129,9 +141,13 @@ def _buckets(stats: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def render_metrics(
-    core: RouterCore, routers: Sequence[Sequence[Family]], replicas: ReplicaFigures, pools: Pools
+    core: RouterCore,
+    routers: Sequence[Sequence[Family]],
+    replicas: ReplicaFigures,
+    pools: Pools,
+    states: Mapping[ModelId, ModelState],
 ) -> bytes:
     """The page's text."""
     answers = CollectorRegistry()
-    answers.register(_Answers(core, routers, replicas, pools))
+    answers.register(_Answers(core, routers, replicas, pools, states))
     return generate_latest(answers)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from remora.cache_actors.pool_messages import PoolDescription
 from remora.deployments.cluster_traces import Found
+from remora.deployments.model_states import ModelStates
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
@@ -69,6 +70,10 @@ class Traces(Protocol):
         ...
 
 
+#: Puts a model that has nothing to do to sleep. Raises Conflict, Unavailable.
+Sleep = Callable[[ModelId], Awaitable[None]]
+
+
 class Tokenizers:
     """The models' tokenizers, each loaded once, in a thread."""
 
@@ -109,3 +114,5 @@ class Services:
     turns: SessionTurns
     running_moves: RunningMoves
     traces: Traces
+    states: ModelStates
+    sleep: Sleep

@@ -115,6 +115,7 @@ async def bring(services: Services, state: SessionState, log: ModelLog) -> Moved
     Raises ContextLengthExceeded when the log does not fit the model, Unavailable when no replica of it takes it.
     """
     core, started_s = services.core, time.monotonic()
+    await core.waker.ready(log.model_id)
     card = await core.fleet.card(log.model_id)
     new = msgspec.structs.replace(
         state,

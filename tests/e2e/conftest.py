@@ -143,7 +143,7 @@ def platform(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     config = _config(tmp_path_factory.mktemp("state"), collector.endpoint)
     try:
         start_serve(config)
-        serve.run(build_app(config), name="remora", route_prefix="/")
+        serve.run(build_app(config), name="remora", route_prefix="/", external_scaler_enabled=True)
         made = Platform(config, collector)
         made.settle()
         yield made

@@ -25,12 +25,13 @@ from remora.cache_actors.session_registry import SessionRegistry
 from remora.deployments.cluster_traces import ClusterTraces, LocalTraces, NodeTraces
 from remora.deployments.engine.messages import GenerationRequest
 from remora.deployments.listed import Listed
+from remora.deployments.model_states import ModelStates
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig, parse_config
 from remora.platform.base.errors import Unavailable
-from remora.platform.base.ids import ReplicaId, RouterId
+from remora.platform.base.ids import ModelId, ReplicaId, RouterId
 from remora.platform.base.span_file import traces_dir
 from remora.platform.base.state_store import SqlStateStore, default_database_url
 from remora.platform.http.app import create_app
@@ -45,7 +46,20 @@ class Cluster:
 
     def __init__(self, config: RemoraConfig) -> None:
         self.replicas: dict[ReplicaId, FakeReplica] = {}
-        self.core = RouterCore(config, self.replicas.__getitem__, router_id=RouterId("router-1"))
+        #: What Serve is asked to do about sleeping models; it does nothing by itself.
+        self.woken: list[ModelId] = []
+        self.put_to_sleep: list[ModelId] = []
+        self.core = RouterCore(config, self.replicas.__getitem__, router_id=RouterId("router-1"), wake=self.wake)
+
+    async def wake(self, model_id: ModelId) -> bool:
+        self.woken.append(model_id)
+        return self.woken.count(model_id) == 1
+
+    async def sleep(self, model_id: ModelId) -> None:
+        self.put_to_sleep.append(model_id)
+
+    async def count_replicas(self) -> dict[str, int]:
+        return dict.fromkeys(self.woken, 1)
 
     async def add(self, *replicas: FakeReplica) -> None:
         """Lists replicas and waits until the router is connected to those alive."""
@@ -178,6 +192,8 @@ class Server:
                 list_nodes=self.list_nodes,
                 connect=lambda node: self.nodes[node],
             ),
+            states=ModelStates(self.core, cluster.count_replicas),
+            sleep=cluster.sleep,
         )
         server_config = uvicorn.Config(create_app(services), host="127.0.0.1", port=0, log_config=None, lifespan="off")
         self._server = uvicorn.Server(server_config)

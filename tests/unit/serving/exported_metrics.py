@@ -33,7 +33,9 @@ def exported_metrics() -> dict[str, Exported]:
         raise AssertionError("nobody is connected")
 
     core = RouterCore(parse_config({"models": [{"name": "m", "source": "/m"}]}), connect, router_id=RouterId("r"))
-    found += [_exported(metric, getattr(metric, "_labelnames", ())) for metric in _Answers(core, [], {}, {}).collect()]
+    found += [
+        _exported(metric, getattr(metric, "_labelnames", ())) for metric in _Answers(core, [], {}, {}, {}).collect()
+    ]
     return {each.name: each for each in found}
 
 
