@@ -9,17 +9,15 @@ taken. No replica is loaded beyond 1.25 times the mean (design §7.3).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from remora.platform.base.ids import BlockHash, NamespaceId, PoolId, ReplicaId
+from remora.namespaces.rendezvous import rendezvous_score
+from remora.platform.base.ids import PoolId, ReplicaId
 
 #: A replica takes a request if its load afterwards is at most this times the mean.
 LOAD_BOUND = 1.25
-#: Blocks that make the key: long enough to tell system prompts apart, short enough that turns of a conversation agree.
-NUM_KEY_BLOCKS = 4
 
 RouteReason = Literal["only", "owner", "prefix", "load", "moved"]
 
@@ -41,21 +39,6 @@ class Choice(NamedTuple):
     reason: RouteReason
     #: For "load": a replica of the pool that was preferred, where the blocks may be.
     home: ReplicaId | None = None
-
-
-def affinity_key(namespace_id: NamespaceId, block_hashes: Sequence[BlockHash]) -> bytes:
-    """Equal for requests of one namespace whose first blocks are equal.
-
-    Uses the last of the first NUM_KEY_BLOCKS chain hashes, which stands for all before it.
-    """
-    last = block_hashes[min(len(block_hashes), NUM_KEY_BLOCKS) - 1] if block_hashes else b""
-    return namespace_id.encode() + b"\0" + last
-
-
-def rendezvous_score(key: bytes, pool_id: PoolId) -> int:
-    """Highest wins; adding or removing a pool moves only that pool's keys."""
-    digest = hashlib.blake2b(pool_id.encode(), key=hashlib.blake2b(key, digest_size=32).digest(), digest_size=8)
-    return int.from_bytes(digest.digest(), "big")
 
 
 def place(

@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remora.deployments.placement import LOAD_BOUND, Candidate, affinity_key, place
+from remora.deployments.placement import LOAD_BOUND, Candidate, place
+from remora.namespaces.rendezvous import affinity_key
 from remora.platform.base.ids import BlockHash, NamespaceId, PoolId, ReplicaId
 
 NAMESPACE = NamespaceId("chat")
