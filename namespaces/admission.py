@@ -37,6 +37,8 @@ class Admission:
         problem = self._problem(lease, admit, namespace)
         if problem is not None or namespace is None:
             return problem or Refused(error="NotFound", message=f"no namespace {admit.namespace_id!r} in this pool")
+        if admit.background:
+            return self._admit_in_background(lease, admit, namespace)
         if admit.session_id is not None and parts.sessions.see(admit.session_id, admit.epoch):
             self._fence(admit)
             self.pump(now_s)
@@ -61,6 +63,12 @@ class Admission:
         if admit.deadline_s is not None and admit.deadline_s <= now_s:
             return self._over_quota(lease, admit, namespace, _TOO_LATE)
         return Wait(sequence_id=admit.sequence_id, queue_position=parts.room.add(parked))
+
+    def _admit_in_background(self, lease: Lease, admit: Admit, namespace: Namespace) -> Admitted | OverQuota:
+        """Nothing for it while anybody waits for memory."""
+        is_idle = not len(self.parts.room) and not self.parts.running.has_claim
+        answer = self._try(lease, admit, namespace) if is_idle else None
+        return answer if isinstance(answer, Admitted) else self._over_quota(lease, admit, namespace, _NOT_IDLE)
 
     def _problem(self, lease: Lease, admit: Admit, namespace: Namespace | None) -> Refused | None:
         """A broken protocol, as an answer."""
@@ -178,8 +186,9 @@ class Admission:
             for block in reversed(matched):
                 ledger.drop(block)
             return plan
-        for block in matched:
-            block.holding.policy.hit(block)
+        if not admit.background:
+            for block in matched:
+                block.holding.policy.hit(block)
         parts.placement.apply(plan, space)
         sequence = Sequence(admit, parts.running.next_no, namespace, space, realm)
         sequence.blocks = matched + ledger.grant(namespace, space, count)
@@ -190,10 +199,11 @@ class Admission:
             sequence.num_bound = len(matched)
         lease.sequences[admit.sequence_id] = sequence
         parts.running.add(sequence)
-        namespace.num_admitted += 1
-        namespace.adviser.look_up(admit.hashes[: self._max_match(lease, admit)])
-        namespace.lookup_tokens += admit.num_tokens
-        namespace.hit_tokens += len(matched) * space.geometry.block_tokens
+        if not admit.background:
+            namespace.num_admitted += 1
+            namespace.adviser.look_up(admit.hashes[: self._max_match(lease, admit)])
+            namespace.lookup_tokens += admit.num_tokens
+            namespace.hit_tokens += len(matched) * space.geometry.block_tokens
         return Admitted(
             sequence_id=admit.sequence_id,
             blocks=tuple([block.index for block in sequence.blocks]),
@@ -312,3 +322,4 @@ def _let_pass(blocked: list[Parked], parked: Parked) -> None:
 
 _HOPELESS = "the rest of the memory is guaranteed to other namespaces"
 _TOO_LATE = "the deadline has passed"
+_NOT_IDLE = "no memory is idle"

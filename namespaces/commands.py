@@ -91,6 +91,9 @@ class Admit(Command, frozen=True, kw_only=True, tag=True):
     kept: tuple[KeptChain, ...] = ()
     #: Clock time after which a parked admission is answered OverQuota by an event.
     deadline_s: float | None = None
+    #: For copies of what runs elsewhere: takes what is free or cached, never waits nor has anybody give way, and counts
+    #: in no statistics.
+    background: bool = False
 
 
 class ExtendItem(msgspec.Struct, frozen=True, kw_only=True):

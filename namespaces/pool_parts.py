@@ -112,8 +112,9 @@ class PoolParts:
     def finish(self, lease: Lease, sequence: Sequence) -> None:
         """Drops a running sequence and leaves a tombstone."""
         self.running.remove(sequence)
-        horizon_blocks = _ADVISED_ARENAS * sequence.space.max_arena_blocks
-        sequence.namespace.adviser.touch(sequence.hashes, self.now_s, horizon_blocks)
+        if not sequence.admit.background:
+            horizon_blocks = _ADVISED_ARENAS * sequence.space.max_arena_blocks
+            sequence.namespace.adviser.touch(sequence.hashes, self.now_s, horizon_blocks)
         session_id = sequence.admit.session_id
         if session_id is not None and session_id in self.sessions.highest and sequence.hashes:
             self.sessions.tails[session_id] = (sequence.realm.key, sequence.hashes[-1])
