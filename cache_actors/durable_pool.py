@@ -20,6 +20,7 @@ from remora.cache_actors.journal_file import JournalFile, JournalLog, read_journ
 from remora.cache_actors.memory_budget import available_memory_bytes
 from remora.cache_actors.pool_settings import PoolSettings
 from remora.cache_actors.stale_files import journal_path
+from remora.namespaces.chains import Chain, Link
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, Refused, SetQuota
 from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
 from remora.namespaces.geometry import KVGeometry, KVPrecision
@@ -117,6 +118,14 @@ class DurablePool:
     def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
         """How many of the first blocks of a chain can be found."""
         return self._state.find_blocks(namespace_id, fingerprint, hashes)
+
+    def find_link(self, block_hash: BlockHash) -> Link | None:
+        """The sealed block of that hash, if there is one."""
+        return self._state.find_link(block_hash)
+
+    def find_chain(self, tip: BlockHash) -> Chain | None:
+        """All sealed blocks from the root to the one of that hash, if there is one."""
+        return self._state.find_chain(tip)
 
     def overdue_leases(self) -> set[LeaseId]:
         """Leases that did not switch to the new places of blocks in time."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remora.namespaces.admission import Admission
+from remora.namespaces.chains import Chain, Link, find_chain, find_link
 from remora.namespaces.commands import (
     AddFormat,
     Admit,
@@ -207,6 +208,14 @@ class PoolState:
     def find_blocks(self, namespace_id: NamespaceId, fingerprint: bytes, hashes: Sequence[BlockHash]) -> int:
         """How many of the first blocks of a chain are indexed, whoever asks; changes nothing."""
         return count_blocks(self._parts, namespace_id, fingerprint, hashes)
+
+    def find_link(self, block_hash: BlockHash) -> Link | None:
+        """The sealed block of that hash, if there is one."""
+        return find_link(self._parts, block_hash)
+
+    def find_chain(self, tip: BlockHash) -> Chain | None:
+        """All sealed blocks from the root to the one of that hash, if there is one."""
+        return find_chain(self._parts, tip)
 
     def describe(self) -> PoolReport:
         return describe_pool(self._parts)
