@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+#: Name of the registry actor.
+REGISTRY_NAME: Final = "registry"
 #: Names of pool actors begin with it.
 POOL_PREFIX: Final = "pool-"
 

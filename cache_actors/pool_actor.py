@@ -31,6 +31,7 @@ from remora.cache_actors.pool_messages import (
     decode_commands,
     encode_reply,
 )
+from remora.cache_actors.pool_replication import PoolReplication
 from remora.cache_actors.pool_settings import POOL_LEASE, PoolSettings
 from remora.cache_actors.pool_upkeep import compact
 from remora.cache_actors.process_watch import ProcessWatch
@@ -78,6 +79,9 @@ class PoolActor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._in_background(self._keep_house())
         self._rejoin()
+        self._replication = PoolReplication(
+            settings, self._pool, attach=self._attach, commit=self._commit, in_background=self._in_background
+        )
 
     # ---- replicas ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +94,9 @@ class PoolActor:
 
         Raises Unavailable when the journal has no room; nothing was changed and the same call may be repeated.
         """
-        answers = self._apply(lease_id, decode_commands(data))
+        commands = decode_commands(data)
+        answers = self._apply(lease_id, commands)
+        self._replication.note(commands)
         return encode_reply(
             CallReply(
                 answers=tuple(answers),
@@ -143,21 +149,28 @@ class PoolActor:
         """The readers are done."""
         self._commit([unhold_command(hold_ids)])
 
+    async def replicate(self, data: bytes) -> bytes:
+        """Takes a copy of another node's blocks: a ReplicationOrder, answered with ReplicationReply."""
+        return await self._replication.take(data)
+
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     async def describe(self) -> PoolDescription:
         """The whole pool for `/v1/pools` and `/v1/namespaces`."""
         now_s = time.monotonic()
+        report = self._pool.describe()
+        leases = tuple(lease for lease in report.leases if not self._replication.owns(lease.lease_id))
         return PoolDescription(
             binding=self._binding(),
-            report=self._pool.describe(),
+            report=msgspec.structs.replace(report, leases=leases),
             silent_s={
-                lease_id: now_s - self._heard_s[lease_id] if lease_id in self._heard_s else None
-                for lease_id in self._watches
+                lease.lease_id: now_s - self._heard_s[lease.lease_id] if lease.lease_id in self._heard_s else None
+                for lease in leases
             },
             num_restarts=self._pool.arena.header.num_restarts,
             journal_bytes=self._pool.journal_bytes,
             pid=os.getpid(),
+            replication=self._replication.report(),
         )
 
     async def leases(self) -> tuple[LeaseReport, ...]:
@@ -201,6 +214,7 @@ class PoolActor:
     async def check_integrity(self) -> None:
         """Raises IntegrityError when an invariant of the state, the arena or the leases is broken."""
         self._pool.check_integrity()
+        self._replication.check_integrity()
         different = {lease.lease_id for lease in self._pool.leases()} ^ set(self._watches)
         if different:
             raise IntegrityError(f"leases without a watched process, or the reverse: {sorted(different)}")

@@ -10,8 +10,9 @@ import msgspec
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent
 from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hold_commands import Held
+from remora.namespaces.replication import ReplicationReport
 from remora.namespaces.report import PoolReport
-from remora.platform.base.ids import LeaseId, NamespaceId, PoolId
+from remora.platform.base.ids import BlockHash, LeaseId, ModelId, NamespaceId, PoolId
 
 
 class PoolBinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +72,31 @@ class HoldReply(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
 
 
+class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool asks one of another node to take a copy of a chain of its blocks; that one fetches what it lacks."""
+
+    source_pool_id: PoolId
+    source_actor_name: str
+    namespace_id: NamespaceId
+    model_id: ModelId
+    geometry: KVGeometry
+    fingerprint: bytes
+    #: From the first block on.
+    hashes: tuple[BlockHash, ...]
+    #: No more than this at once.
+    max_blocks: int
+
+
+class ReplicationReply(msgspec.Struct, frozen=True, kw_only=True):
+    #: Leading blocks of the chain that are there now, and how many of them came with this order.
+    num_there: int
+    num_copied: int = 0
+    #: Why not all came that could; "" otherwise.
+    problem: str = ""
+    #: There is no room or no such namespace: to ask again soon is of no use.
+    is_refused: bool = False
+
+
 class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A pool for operators."""
 
@@ -82,6 +108,8 @@ class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int
     journal_bytes: int
     pid: int
+    #: By namespace whose blocks are copied to other nodes.
+    replication: dict[NamespaceId, ReplicationReport] = {}
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ from remora.cache_actors.memory_budget import MiB
 from remora.cache_actors.process_watch import boot_id
 from remora.namespaces.commands import Quota, SetQuota
 from remora.platform.base import paths
-from remora.platform.base.config import DeviceConfig, RemoraConfig
+from remora.platform.base.config import DeviceConfig, RemoraConfig, TelemetryConfig
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, PoolId
 
@@ -37,6 +37,11 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     debug: bool = False
     #: Ray's id of the node.
     node_id: str = ""
+    #: Namespaces whose sealed blocks are copied to another node, and how fast at most.
+    replicated: tuple[NamespaceId, ...] = ()
+    replication_bytes_per_s: int = 0
+    #: None: the pool writes no spans.
+    telemetry: TelemetryConfig | None = None
 
     @staticmethod
     def from_config(config: RemoraConfig, device_name: str, *, node_id: str, session_name: str) -> PoolSettings:
@@ -74,6 +79,15 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
             object_store_bytes=int(config.cluster.object_store_bytes),
             debug=config.cluster.debug,
             node_id=node_id,
+            replicated=tuple(
+                NamespaceId(namespace.name)
+                for model in config.models
+                if device_name in model.devices
+                for namespace in config.namespaces_of(model.name)
+                if namespace.kv_replicas > 1
+            ),
+            replication_bytes_per_s=int(config.replication.max_bytes_per_s),
+            telemetry=config.telemetry,
         )
 
     def identity(self) -> ArenaIdentity:

@@ -48,6 +48,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: bytes
     geometry: KVGeometry
     max_model_len: int
+    #: Name of its pool's actor.
+    pool_actor_name: str = ""
     #: Decoder.name of its back-end.
     decoder: str = ""
     #: The Serve application that it is part of.

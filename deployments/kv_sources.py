@@ -34,6 +34,10 @@ class KVSources:
         source = None if replica_id is None else self._pools.get(replica_id)
         return None if source is None else source.pool_id
 
+    def of_pool(self, pool_id: PoolId) -> KVSource | None:
+        """None for a pool that was never heard of."""
+        return next((source for source in reversed(self._pools.values()) if source.pool_id == pool_id), None)
+
     def find(self, replica_ids: Iterable[ReplicaId | None], pool_id: PoolId) -> KVSource | None:
         """The pool of the first of these replicas that is known; None if that is `pool_id` itself."""
         for replica_id in replica_ids:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from remora.deployments.engine.messages import TokenDelta
 from remora.deployments.kv_sources import KVSources
 from remora.deployments.model_card import ModelCard
-from remora.deployments.placement import Candidate, Choice, affinity_key, place
+from remora.deployments.placement import Candidate, Choice, place
 from remora.deployments.prefix_hints import PrefixHints
 from remora.deployments.request_stream import RequestStream
-from remora.platform.base.ids import PoolId
+from remora.namespaces.rendezvous import NUM_KEY_BLOCKS, affinity_key, rendezvous_score
+from remora.platform.base.ids import NamespaceId, PoolId
 
 
 class Placer:
@@ -20,8 +21,10 @@ class Placer:
     routers' requests are unknown until one of ours finds them. A wrong guess costs a prefill, never more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicated: Iterable[NamespaceId] = ()) -> None:
+        """`replicated`: namespaces whose blocks are copied to another node as they are sealed."""
         self.sources = KVSources()
+        self._replicated = frozenset(replicated)
         self._cached: dict[PoolId, PrefixHints] = {}
 
     def choose(self, stream: RequestStream, candidates: Sequence[Candidate]) -> tuple[Choice, int]:
@@ -33,14 +36,19 @@ class Placer:
             choice = self.place(stream, candidates)
         pool_id = next(each.pool_id for each in candidates if each.replica_id == choice.replica_id)
         places = (stream.last_replica_id, stream.owner, choice.home)
-        stream.kv_source = self.sources.find(places, pool_id)
+        source = self.sources.find(places, pool_id)
+        pools = {each.pool_id for each in candidates}
+        if source is not None and source.pool_id not in pools and stream.request.namespace_id in self._replicated:
+            # Most likely its node is gone: to ask it would cost a pause, and the backup has what was sealed there.
+            backup = max(pools, key=lambda each: rendezvous_score(self._key(stream), each))
+            source = None if backup == pool_id else self.sources.of_pool(backup)
+        stream.kv_source = source
         return choice, self._num_cached(pool_id, stream)
 
     def place(self, stream: RequestStream, candidates: Sequence[Candidate]) -> Choice:
         """Where the request would go by itself, wherever it is wanted."""
-        key = affinity_key(stream.request.namespace_id, stream.request.block_hashes)
         overlap = {pool_id: self._num_cached(pool_id, stream) for pool_id in {each.pool_id for each in candidates}}
-        return place(key, candidates, stream.load_tokens, stream.owner, overlap)
+        return place(self._key(stream), candidates, stream.load_tokens, stream.owner, overlap)
 
     def learn(self, card: ModelCard | None, stream: RequestStream, delta: TokenDelta) -> None:
         """From the first delta of an attempt at the card's replica: the prompt is computed there, and so much of it had
@@ -53,6 +61,10 @@ class Placer:
             # What was believed to be behind has been evicted, and so has, most likely, what goes on from there.
             hints.discard(hashes[num_cached_blocks:])
         hints.add(hashes)
+
+    @staticmethod
+    def _key(stream: RequestStream) -> bytes:
+        return affinity_key(stream.request.namespace_id, stream.leading_hashes(NUM_KEY_BLOCKS))
 
     def _num_cached(self, pool_id: PoolId, stream: RequestStream) -> int:
         hints = self._cached.get(pool_id)

@@ -286,6 +286,7 @@ class ModelReplica:
             namespace_ids=self._catalog.namespaces_of[ModelId(self._model.name)],
             node_id=self._node_id,
             pool_id=self._lease.binding.pool_id,
+            pool_actor_name=pool_actor_name(self._device.name, self._node_id),
             process=process_identity(),
             endpoint=self.replica_id,
             fingerprint=self._model.fingerprint,

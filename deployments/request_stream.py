@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -12,8 +12,9 @@ from remora.cache_actors.port import KVSource
 from remora.deployments.engine.messages import GenerationRequest, TokenDelta
 from remora.deployments.token_log import TokenLog
 from remora.namespaces.edits import ContextOutcome
+from remora.namespaces.hashing import chain_hashes
 from remora.platform.base.errors import OverQuota, RemoraError, RequestError, named_error
-from remora.platform.base.ids import Epoch, ReplicaId, RequestId
+from remora.platform.base.ids import BlockHash, Epoch, ReplicaId, RequestId
 
 MAX_EXPECTED_OUTPUT_TOKENS = 256
 
@@ -51,6 +52,8 @@ class RequestStream:
         #: The one that had the attempt before, and where blocks of it may be found if that is another pool.
         self.last_replica_id: ReplicaId | None = None
         self.kv_source: KVSource | None = None
+        #: Root of its chain of blocks and tokens in one; None when its context is edited.
+        self.chain_start: tuple[BlockHash, int] | None = None
         self.attempt = 0
         #: Attempts that ended because their replica was lost.
         self.num_lost = 0
@@ -87,6 +90,15 @@ class RequestStream:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def leading_hashes(self, count: int) -> Sequence[BlockHash]:
+        """Of its first blocks: the prompt's, and where these are fewer than `count`, those of what was generated."""
+        hashes = self.request.block_hashes
+        if len(hashes) >= count or self.log.empty or self.chain_start is None:
+            return hashes
+        root, block_tokens = self.chain_start
+        tokens = (*self.request.prompt_token_ids, *self.log.token_ids()[0])
+        return chain_hashes(root, tokens[: count * block_tokens], block_tokens)
 
     @property
     def load_tokens(self) -> int:

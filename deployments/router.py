@@ -75,7 +75,8 @@ class RouterCore:
         self._timers: dict[RequestId, asyncio.TimerHandle] = {}
         #: Of waiting streams whose model has to be woken.
         self._wakes: dict[RequestId, Span] = {}
-        self.placer = Placer()
+        namespaces = self.catalog.namespaces
+        self.placer = Placer(name for name, namespace in namespaces.items() if namespace.kv_replicas > 1)
         self._random = random.SystemRandom()
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -129,16 +130,19 @@ class RouterCore:
         card = await self.fleet.card(job.model_id)
         # Drawn here and not by a replica, so that a resumed request continues the same random stream.
         seed = self._random.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
+        root = self.catalog.chain_root(job.namespace_id, card.of(job.namespace_id).fingerprint)
         request = job.request(
             router_id=self.router_id,
             card=card,
-            root=self.catalog.chain_root(job.namespace_id, card.of(job.namespace_id).fingerprint),
+            root=root,
             seed=seed,
             queue_timeout_s=self.config.http.queue_timeout_s,
         )
         loop = asyncio.get_running_loop()
         stream = RequestStream(request, started_s=loop.time(), on_close=self._on_close)
         stream.owner, stream.target = job.owner, job.target
+        if job.context is None:
+            stream.chain_start = (root, card.block_tokens)
         self._streams[stream.attempt_id] = stream
         self._await_replica(stream)
         return stream

@@ -21,6 +21,7 @@ from remora.platform.base.model_config import KV_FORMS, KVPrecisionConfig, Model
 from remora.platform.base.namespace_config import NamespaceConfig
 from remora.platform.base.namespace_tree import parent_of
 from remora.platform.base.rebalance_config import RebalanceConfig
+from remora.platform.base.replication_config import ReplicationConfig
 from remora.platform.base.serve_environment import DRAIN_TIMEOUT_S, is_loopback
 from remora.platform.base.tenants import TenantConfig, check_tenants
 
@@ -107,6 +108,7 @@ class RemoraConfig(_Section):
     namespaces: tuple[NamespaceConfig, ...] = ()
     telemetry: TelemetryConfig = TelemetryConfig()
     rebalance: RebalanceConfig = RebalanceConfig()
+    replication: ReplicationConfig = ReplicationConfig()
     #: Who may use the platform; empty: there are no API keys, and whoever reaches the port may do everything.
     tenants: tuple[TenantConfig, ...] = ()
     #: A YAML file with the list of tenants, in place of it here; relative to this file.
@@ -160,6 +162,17 @@ class RemoraConfig(_Section):
                 raise ValueError(
                     f"namespaces.{namespace.name}.kv_precision: model {namespace.model!r} has pipeline_stages, and "
                     "then one precision for all its namespaces; set it there"
+                )
+            if namespace.kv_replicas > 1 and models[namespace.model].pipeline_stages > 1:
+                raise ValueError(
+                    f"namespaces.{namespace.name}.kv_replicas: {namespace.kv_replicas} is not possible yet for KV of "
+                    f"a pipeline, and model {namespace.model!r} has pipeline_stages; 1 is"
+                )
+            on_gpu = [name for name in models[namespace.model].devices if devices[name].kind == "cuda"]
+            if namespace.kv_replicas > 1 and on_gpu:
+                raise ValueError(
+                    f"namespaces.{namespace.name}.kv_replicas: {namespace.kv_replicas} is not possible yet for KV on "
+                    f"GPUs, and {on_gpu[0]!r} is one; 1 is"
                 )
             parent_id = parent_of(NamespaceId(namespace.name), namespaces)
             if parent_id is not None and namespace.kv_precision is not None:
@@ -271,6 +284,7 @@ def _keys_at(location: tuple[int | str, ...]) -> str:
         "namespaces": NamespaceConfig,
         "telemetry": TelemetryConfig,
         "rebalance": RebalanceConfig,
+        "replication": ReplicationConfig,
         "tenants": TenantConfig,
     }
     section = sections[location[0]] if location else RemoraConfig

@@ -26,6 +26,8 @@ class NamespaceConfig(Section):
     share_group: str = ""
     #: Precision of its KV, as in models; None: the model's. A part of another namespace has that one's.
     kv_precision: KVPrecision | None = None
+    #: Nodes that have its sealed KV: 2: it is copied to another one in the background.
+    kv_replicas: Literal[1, 2] = 1
     #: Sessions kept; beyond it the least recently used one that is neither pinned nor in use goes.
     max_sessions: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
     #: When a session's context is full: "error", or "roll": the older half of what is not kept leaves it.

@@ -20,6 +20,7 @@ TIER_LOAD = "tier.load"
 MIGRATE_PRECOPY = "migrate.precopy"
 MIGRATE_FREEZE = "migrate.freeze"
 MIGRATE_COMMIT = "migrate.commit"
+REPLICATE = "replicate"
 
 
 def request_span(operation: str, model: str) -> str:
@@ -99,6 +100,13 @@ REMORA_LOAD_PATH = "remora.load.path"
 #: Of the source, K/V, when blocks were converted.
 REMORA_LOAD_PRECISION = "remora.load.precision"
 REMORA_LOAD_PROBLEM = "remora.load.problem"
+#: Of sealed blocks that were copied to another node: the pool there, what came, how long their chain is, and
+#: why not all came.
+REMORA_REPLICATE_TARGET = "remora.replicate.target"
+REMORA_REPLICATE_BLOCKS = "remora.replicate.blocks"
+REMORA_REPLICATE_BYTES = "remora.replicate.bytes"
+REMORA_REPLICATE_CHAIN_BLOCKS = "remora.replicate.chain_blocks"
+REMORA_REPLICATE_PROBLEM = "remora.replicate.problem"
 #: "admitted" or "over_quota".
 REMORA_ADMIT_ANSWER = "remora.admit.answer"
 REMORA_ADMIT_CACHED_TOKENS = "remora.admit.cached_tokens"

@@ -216,9 +216,8 @@ class LocalPlatform:
     def _stop_actors(self) -> None:
         import ray
 
-        from remora.cache_actors.cluster_names import ray_namespace
+        from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
         from remora.cache_actors.pool_handles import find_pools
-        from remora.cache_actors.registry import REGISTRY_NAME
 
         pools = find_pools(self._config.cluster.name)
         with contextlib.suppress(ray.exceptions.RayError):

@@ -34,6 +34,7 @@ def pool_document(pool_id: str, pool: PoolDescription) -> dict[str, Any]:
         "num_restarts": pool.num_restarts,
         "journal_bytes": pool.journal_bytes,
         **report,
+        "replication": msgspec.to_builtins(pool.replication),
         "leases": [
             {
                 "id": lease.lease_id,

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from remora.cache_actors.pool_messages import PoolDescription
+from remora.namespaces.replication import ReplicationReport
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.config_types import DEVICE_TIER
 from remora.platform.http.pool_documents import Pools
@@ -60,6 +61,21 @@ _TIER_COUNTERS: dict[str, tuple[str, Callable[[NamespaceReport], float]]] = {
     "remora_namespace_hit_tokens": ("Of those, found in the cache.", lambda each: each.hit_tokens),
 }
 
+#: Of namespaces whose blocks are copied to other nodes.
+_REPLICATION_GAUGES: dict[str, tuple[str, Callable[[ReplicationReport], float]]] = {
+    "remora_replication_lag_blocks": ("Sealed blocks that are on no other node yet.", lambda each: each.lag_blocks),
+    "remora_replication_lag_bytes": ("Their bytes.", lambda each: each.lag_bytes),
+    "remora_replication_lag_seconds": ("Age of the oldest of them.", lambda each: each.lag_s),
+}
+_REPLICATION_COUNTERS: dict[str, tuple[str, Callable[[ReplicationReport], float]]] = {
+    "remora_replication_copied_blocks": ("Blocks copied to other nodes.", lambda each: each.copied_blocks),
+    "remora_replication_copied_bytes": ("Their bytes.", lambda each: each.copied_bytes),
+    "remora_replication_dropped_blocks": (
+        "Blocks given up because there is no room for them on another node.",
+        lambda each: each.dropped_blocks,
+    ),
+}
+
 
 def pool_metrics(pools: Pools) -> Iterator[Metric]:
     """Figures of every pool, and of every namespace in it."""
@@ -84,6 +100,16 @@ def pool_metrics(pools: Pools) -> Iterator[Metric]:
             family = kind(name, text, labels=labels)
             for where, report in namespaces:
                 family.add_metric((*where, *tier), value(report))
+            yield family
+    for kind, replication in (
+        (GaugeMetricFamily, _REPLICATION_GAUGES),
+        (CounterMetricFamily, _REPLICATION_COUNTERS),
+    ):
+        for name, (text, value_of_copies) in replication.items():
+            family = kind(name, text, labels=_BY_NAMESPACE)
+            for pool_id, pool in pools.items():
+                for namespace_id, copies in pool.replication.items():
+                    family.add_metric((pool_id, str(namespace_id)), value_of_copies(copies))
             yield family
     evicted = CounterMetricFamily(
         "remora_namespace_evicted_blocks", "Blocks evicted, by cause.", labels=(*_BY_TIER, "cause")

@@ -134,9 +134,8 @@ def platform(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     import ray
     from ray import serve
 
-    from remora.cache_actors.cluster_names import ray_namespace
+    from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
     from remora.cache_actors.pool_handles import find_pools
-    from remora.cache_actors.registry import REGISTRY_NAME
     from remora.platform.app import build_app, start_serve
 
     collector = Collector()

@@ -12,8 +12,7 @@ import pytest
 import ray
 from openai import OpenAI
 
-from remora.cache_actors.cluster_names import ray_namespace
-from remora.cache_actors.registry import REGISTRY_NAME
+from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
 
 pytestmark = pytest.mark.e2e
 

@@ -132,6 +132,18 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
             {**staged(), "namespaces": [{"name": "n", "model": "a", "kv_precision": "int8"}]},
             "namespaces.n.kv_precision: model 'a' has pipeline_stages, and then one precision for all its namespaces",
         ),
+        (
+            {**staged(), "namespaces": [{"name": "n", "model": "a", "kv_replicas": 2}]},
+            "namespaces.n.kv_replicas: 2 is not possible yet for KV of a pipeline",
+        ),
+        (
+            document(
+                devices=[{"name": "cpu0", "kind": "cuda"}], namespaces=[{"name": "n", "model": "a", "kv_replicas": 2}]
+            ),
+            "namespaces.n.kv_replicas: 2 is not possible yet for KV on GPUs, and 'cpu0' is one; 1 is",
+        ),
+        (document(namespaces=[{"name": "n", "model": "a", "kv_replicas": 3}]), "namespaces.0.kv_replicas: 3 is not"),
+        (document(replication={"max_bytes_per_s": 0}), "replication.max_bytes_per_s: 0 is not allowed"),
         ({"models": [{"name": "a", "source": "x"}] * 2}, "models: the name 'a' is used twice"),
         (
             document(namespaces=[{"name": "n", "model": "a", "kv_precision": "int3"}]),
