@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import msgspec
 import ray
+from ray.exceptions import RayError
 
-from remora.cache_actors.cluster_names import ray_namespace
+from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
 from remora.cache_actors.model_sleep import ModelSleep
 from remora.cache_actors.process_watch import is_alive
 from remora.cache_actors.registry_state import (
@@ -41,7 +42,6 @@ from remora.platform.base.state_store import SqlStateStore, database_url_of
 
 logger = logging.getLogger(__name__)
 
-REGISTRY_NAME: Final = "registry"
 #: Readers are woken together for the changes of this time.
 _COALESCE_S: Final = 0.02
 _command_decoder = msgspec.msgpack.Decoder(SessionCommand)
@@ -156,18 +156,35 @@ class RegistryActor:
             logger.info("replica %s left the directory: %s", replica_id, reason)
             self._apply(ReplicaRemoved(replica_id=replica_id, reason=reason))
 
+    async def _gone_nodes(self) -> set[str]:
+        """Of the nodes of silent replicas, those that Ray has given up. Asked only when somebody is silent."""
+        limit_s = time.monotonic() - 2 * self._heartbeat_s
+        silent = {record.node_id for record in self._state.replicas() if self._heard_s[record.replica_id] < limit_s}
+        silent.discard(self._node_id)
+        if not silent:
+            return set()
+        try:
+            nodes = await asyncio.to_thread(ray.nodes)
+        except RayError as error:
+            logger.warning("Ray does not say which nodes live: %s", error)
+            return set()
+        return silent - {node["NodeID"] for node in nodes if node["Alive"]}
+
     async def _watch(self) -> None:
         settled_s = time.monotonic() + self._settle_s
         while True:
             await asyncio.sleep(self._heartbeat_s)
+            gone = await self._gone_nodes()
             now_s = time.monotonic()
             if not self._state.settled and now_s >= settled_s:
                 self._apply(Settled())
             for record in self._state.replicas():
                 silence_s = now_s - self._heard_s[record.replica_id]
                 local = record.node_id == self._node_id
-                if silence_s > 60 * self._heartbeat_s or (
-                    local and silence_s > 2 * self._heartbeat_s and not is_alive(record.process)
+                if (
+                    silence_s > 60 * self._heartbeat_s
+                    or (local and silence_s > 2 * self._heartbeat_s and not is_alive(record.process))
+                    or record.node_id in gone
                 ):
                     self._remove(record.replica_id, f"silent for {silence_s:.1f} s")
                 elif silence_s > 5 * self._heartbeat_s and record.status != "lost":
