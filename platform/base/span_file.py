@@ -1,15 +1,20 @@
 """The embedded trace store: one bounded JSON-lines file of finished spans per process, readable with nothing installed.
 
-traces/router-4711.jsonl         the newest spans
-traces/router-4711.old.jsonl     those before; dropped at the next turn
+traces/router@node-a-4711.jsonl         the newest spans
+traces/router@node-a-4711.old.jsonl     those before; dropped at the next turn
+
+Pods may share one folder: a name says which host knows whether its process is there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
+import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +28,10 @@ from opentelemetry.trace import format_span_id, format_trace_id
 from remora.platform.base import telemetry_names as names
 
 logger = logging.getLogger(__name__)
+
+#: Ends of names; files of earlier versions are without a host.
+_NAME = re.compile(r"(?:@(?P<host>[^@]+))?-(?P<pid>\d+)(?:\.old)?\.jsonl$")
+_FOREIGN_KEPT_S = 7 * 86400.0
 
 
 class StoredSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +65,10 @@ class SpanFileExporter(SpanExporter):
         self._max_bytes = max_bytes // 2
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._open()
+
+    def _open(self) -> None:
+        self._file = self._path.open("ab")
         self._size_bytes = self._file.tell()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -65,6 +77,8 @@ class SpanFileExporter(SpanExporter):
             if self._file.closed:
                 return SpanExportResult.FAILURE
             try:
+                if not self._path.exists():  # another host took its process for long gone
+                    self._open()
                 for line in lines:
                     self._append(line)
                 self._file.flush()
@@ -87,8 +101,7 @@ class SpanFileExporter(SpanExporter):
         if self._size_bytes + len(line) > self._max_bytes:
             self._file.close()
             self._path.replace(self._old_path)
-            self._file = self._path.open("ab")
-            self._size_bytes = 0
+            self._open()
         self._file.write(line)
         self._size_bytes += len(line)
 
@@ -112,26 +125,33 @@ def folder_id(directory: Path) -> str:
     return path.read_text()
 
 
+def span_file(directory: Path, process_name: str) -> Path:
+    """The file of this process."""
+    return directory / f"{_plain(process_name)}@{_plain(socket.gethostname())}-{os.getpid()}.jsonl"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
 def prune_span_files(directory: Path, max_bytes: int) -> None:
-    """Removes files of processes that have ended, those written to longest ago first, until they take at most
-    `max_bytes` together."""
+    """Removes files of processes that have ended, those written to longest ago first, until those of this host take at
+    most `max_bytes` together. Whether a process of another host lives cannot be told: its file goes when nothing has
+    been written to it for a week."""
     left_bytes = max_bytes
     found: list[tuple[int, int, Path]] = []
     for path in directory.glob("*.jsonl"):
         with contextlib.suppress(FileNotFoundError):  # another process prunes as well
-            if not _is_written(path):
-                status = path.stat()
+            match, status = _NAME.search(path.name), path.stat()
+            if match is not None and match["host"] not in (None, _plain(socket.gethostname())):
+                if time.time() - status.st_mtime > _FOREIGN_KEPT_S:
+                    path.unlink(missing_ok=True)
+            elif match is None or not Path(f"/proc/{match['pid']}").exists():
                 found.append((status.st_mtime_ns, status.st_size, path))
     for _, size_bytes, path in sorted(found, reverse=True):
         left_bytes -= size_bytes
         if left_bytes < 0:
             path.unlink(missing_ok=True)
-
-
-def _is_written(path: Path) -> bool:
-    """Whether the process that its name ends in is there: "router-4711.jsonl"."""
-    match = re.search(r"-(\d+)(?:\.old)?\.jsonl$", path.name)
-    return match is not None and Path(f"/proc/{match[1]}").exists()
 
 
 def read_spans(directory: Path) -> Iterator[StoredSpan]:

@@ -7,16 +7,15 @@
     decode = start_span(ENGINE_DECODE, parent=request.trace_context)     # a span that outlives a function
     decode.end()
 
-Spans are written by a background thread to `state_dir/traces/<process>-<pid>.jsonl`, and sent by OTLP when an endpoint
-is configured. Before `setup_telemetry`, or with tracing off, spans record nothing, but an incoming trace context is
-still passed on.
+Spans are written by a background thread to `state_dir/traces/<process>@<host>-<pid>.jsonl`, and sent by OTLP when an
+endpoint is configured. Before `setup_telemetry`, or with tracing off, spans record nothing, but an incoming trace
+context is still passed on.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import TelemetryConfig
 from remora.platform.base.errors import ConfigError
-from remora.platform.base.span_file import SpanFileExporter, prune_span_files, traces_dir
+from remora.platform.base.span_file import SpanFileExporter, prune_span_files, span_file, traces_dir
 from remora.platform.base.tail_sampling import KeepSlowAndFailed, RememberUnsampled, recording_sampler
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
@@ -81,11 +80,10 @@ def setup_telemetry(
     """
     if _process.provider is not None or not config.enabled:
         return
-    file_name = re.sub(r"[^A-Za-z0-9._-]", "_", process_name)
     try:
         prune_span_files(traces_dir(state_dir), _KEPT_FILES * int(config.max_file_bytes))
         exporters: list[SpanExporter] = [
-            SpanFileExporter(traces_dir(state_dir) / f"{file_name}-{os.getpid()}.jsonl", int(config.max_file_bytes))
+            SpanFileExporter(span_file(traces_dir(state_dir), process_name), int(config.max_file_bytes))
         ]
     except OSError as error:
         raise ConfigError(f"cluster.state_dir: cannot write traces below {state_dir}: {error.strerror}") from error
