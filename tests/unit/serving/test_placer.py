@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.unit.serving.test_router import job
 
 from remora.deployments import router
+from remora.deployments.placement import Candidate
+from remora.deployments.placer import Placer
+from remora.deployments.request_stream import RequestStream
+from remora.namespaces.chains import Chain
+from remora.namespaces.hashing import chain_hashes
+from remora.namespaces.replication import backup_of
 from remora.platform.base.errors import OverQuota
-from remora.platform.base.ids import ModelId, NamespaceId
+from remora.platform.base.ids import BlockHash, ModelId, NamespaceId, PoolId, ReplicaId
 
 LONG = tuple(range(40))
 
@@ -61,3 +68,54 @@ async def test_a_model_that_gets_behind_stops_no_other(
     for stream in streams:
         stream.close()
     await asyncio.sleep(0)
+
+
+ROOT, BLOCK_TOKENS = BlockHash(b"r" * 16), 16
+
+
+def lost_stream(namespace: str, num_prompt_tokens: int) -> RequestStream:
+    """A request whose replica, the only one of its pool, is gone; its client has 80 tokens."""
+    prompt = tuple(range(num_prompt_tokens))
+    request: Any = SimpleNamespace(
+        namespace_id=NamespaceId(namespace),
+        prompt_token_ids=prompt,
+        block_hashes=tuple(chain_hashes(ROOT, prompt, BLOCK_TOKENS)),
+        num_choices=1,
+        sampling=SimpleNamespace(max_tokens=100),
+    )
+    stream = RequestStream(request, started_s=0.0, on_close=lambda _: None)
+    stream.chain_start = (ROOT, BLOCK_TOKENS)
+    stream.log.append(
+        SimpleNamespace(choice_index=0, first_token_index=0, token_ids=tuple(range(80)), finish_reason=None)
+    )
+    stream.last_replica_id = ReplicaId("lost")
+    return stream
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [5, 40, 100])
+def test_a_request_whose_node_is_gone_goes_to_its_backup_and_asks_nobody_who_is_gone(num_prompt_tokens: int) -> None:
+    """Also where the prompt alone is shorter than what chooses the backup."""
+    pools = [PoolId(f"pool-{letter}") for letter in "abcdefgh"]
+    placer = Placer([NamespaceId("twice")])
+    for name, pool in [("lost", "pool-lost"), *((f"r-{pool}", pool) for pool in pools)]:
+        card: Any = SimpleNamespace(replica_id=ReplicaId(name), pool_id=PoolId(pool), pool_actor_name=f"actor-{pool}")
+        placer.sources.note(card)
+    tokens = (*range(num_prompt_tokens), *range(80))
+    hashes = tuple(chain_hashes(ROOT, tokens, BLOCK_TOKENS))
+    backup = backup_of(Chain(NamespaceId("twice"), ModelId("m"), None, b"", hashes), pools)  # type: ignore[arg-type]
+    idle = [Candidate(replica_id=ReplicaId(f"r-{pool}"), pool_id=pool, load_tokens=0) for pool in pools]
+    stream = lost_stream("twice", num_prompt_tokens)
+    choice, _ = placer.choose(stream, idle)
+    assert choice.replica_id == f"r-{backup}"
+    assert stream.kv_source is None
+    # The backup has no room for it: another one reads from there.
+    busy = [dataclasses.replace(each, load_tokens=5000 * (each.pool_id == backup)) for each in idle]
+    choice, _ = placer.choose(stream, busy)
+    assert choice.replica_id != f"r-{backup}"
+    assert stream.kv_source is not None
+    assert stream.kv_source.pool_id == backup
+    # Without copies only the lost pool can have anything.
+    stream = lost_stream("once", num_prompt_tokens)
+    placer.choose(stream, idle)
+    assert stream.kv_source is not None
+    assert stream.kv_source.pool_id == "pool-lost"
