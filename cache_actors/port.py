@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from remora.namespaces.commands import AddFormat, Admit, AnyAnswer, AnyEvent, Extend, Publish, Release, Relocated
 from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.hashing import Derivation
 from remora.namespaces.sequence_commands import SequenceCommand
 from remora.platform.base.ids import BlockHash, NamespaceId, PoolId
 
@@ -59,12 +60,26 @@ class OpenGate:
 # ---- blocks of other pools -------------------------------------------------------------------------------------------
 
 
+class OtherChain(msgspec.Struct, frozen=True, kw_only=True):
+    """The same tokens under the names that another model, or another precision, has for them: KV to take over."""
+
+    derivation: Derivation
+    #: Where the source has them.
+    namespace_id: NamespaceId
+    #: From the first block on.
+    hashes: tuple[BlockHash, ...]
+    #: Blocks before this one are the request's own: they are in its pool, or nothing is taken over.
+    first: int
+
+
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Another pool that may have blocks which a request needs."""
+    """A pool that may have blocks which a request needs: another one, or any if they are of another chain."""
 
     pool_id: PoolId
     #: Name of its actor.
     actor_name: str
+    #: None: under the request's own names.
+    other: OtherChain | None = None
 
 
 #: How bytes come: the source's arena is mapped and copied (same node), or its actor sends them (another node).

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from remora.cache_actors.port import KVSource
 from remora.deployments.engine.messages import GenerationRequest, Grammar, SamplingParams
 from remora.deployments.model_card import ModelCard
 from remora.namespaces.edits import ContextPlan, chain_edits
@@ -48,6 +49,8 @@ class GenerationJob:
     owner: ReplicaId | None = None
     #: The replica to use, whatever its load; another one only if it is gone.
     target: ReplicaId | None = None
+    #: Where blocks of it may be, if that is not where `owner` is.
+    kv_source: KVSource | None = None
     #: W3C headers of the request's span.
     trace_context: Mapping[str, str] | None = None
 

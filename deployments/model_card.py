@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from remora.namespaces.hashing import Derivation
 from remora.platform.base.ids import ModelId, NamespaceId, PoolId, ReplicaId
 
 
@@ -13,6 +14,8 @@ class NamespaceCard(msgspec.Struct, frozen=True, kw_only=True):
     #: KV fingerprint: root of the block hashes that the router computes (namespaces/hashing.py).
     fingerprint: bytes
     block_bytes: int
+    #: KV of other fingerprints that sessions may bring into it.
+    takes: tuple[Derivation, ...] = ()
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,16 +18,17 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
+from remora.cache_actors.port import KVSource
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.generation_job import GenerationJob
 from remora.deployments.request_stream import RequestStream
 from remora.deployments.router_stats import MoveReason
-from remora.deployments.token_counts import TokenCounts
-from remora.namespaces.edits import ContextPlan
+from remora.deployments.token_counts import TokenCounts, TokenRange
+from remora.namespaces.edits import ContextOutcome, ContextPlan
 from remora.namespaces.session_log import EPOCHS_PER_TURN
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import Conflict, InvalidRequest, RemoraError, Unavailable
@@ -62,11 +63,21 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     source: ReplicaId | None
     #: Where the request runs now; not the wanted target if that refused it.
     replica: ReplicaId
-    #: Of the prompt and the output so far: how they got there.
+    #: Of the prompt and the output so far: how they got there, and the same in order.
     tokens: TokenCounts
+    ranges: tuple[TokenRange, ...]
     #: Without a token for the client, beyond what it would have waited anyway.
     pause_s: float
     took_s: float
+
+
+class Brought(NamedTuple):
+    """What a precopy did."""
+
+    #: How the tokens got there.
+    tokens: TokenCounts
+    #: What became of a context that was or is edited, if anything did.
+    context: ContextOutcome | None
 
 
 def precopy_job(
@@ -80,6 +91,7 @@ def precopy_job(
     owner: ReplicaId | None = None,
     context: ContextPlan | None = None,
     num_kept_tokens: int | None = None,
+    kv_source: KVSource | None = None,
     trace_context: Mapping[str, str] | None = None,
 ) -> GenerationJob:
     """Brings these tokens' KV to the target, or where a request of `owner`'s session would go, from the pool of `owner`
@@ -96,6 +108,7 @@ def precopy_job(
         num_kept_tokens=len(token_ids) if num_kept_tokens is None else num_kept_tokens,
         owner=owner,
         target=target,
+        kv_source=kv_source,
         trace_context=trace_context,
     )
 
@@ -166,7 +179,14 @@ class Moves:
         core.stats.moved(request.model_id, reason, pause_s)
         took_s = asyncio.get_running_loop().time() - started_s
         logger.info("request %s moved from %s to %s: pause %.3f s", request.request_id, source, replica, pause_s)
-        return Moved(source=source, replica=replica, tokens=tokens, pause_s=pause_s, took_s=took_s)
+        return Moved(
+            source=source,
+            replica=replica,
+            tokens=tokens,
+            ranges=tokens.ranges(),
+            pause_s=pause_s,
+            took_s=took_s,
+        )
 
     async def _precopy_rounds(self, stream: RequestStream, source: ReplicaId, target: ReplicaId) -> TokenCounts:
         """Copies ahead until less than a block is new, or it is not worth another round."""
@@ -192,7 +212,7 @@ class Moves:
                 num_kept_tokens=request.num_kept_tokens,
                 trace_context=request.trace_context,
             )
-            counts = await self.precopy(job)
+            counts = (await self.precopy(job)).tokens
             if not number:
                 num_shared = counts.shared
             num_copied += counts.copied
@@ -200,8 +220,8 @@ class Moves:
             num_ahead = len(token_ids)
         return TokenCounts.of(num_ahead, shared=num_shared, copied=num_copied, converted=num_converted)
 
-    async def precopy(self, job: GenerationJob) -> TokenCounts:
-        """Lets the pool of the job's replica have the blocks of the prompt; says how they came there.
+    async def precopy(self, job: GenerationJob) -> Brought:
+        """Lets the pool of the job's replica have the blocks of the prompt.
 
         Raises Unavailable when that replica does not manage it; nothing has changed then.
         """
@@ -219,7 +239,8 @@ class Moves:
         num_copied, num_converted = copy.num_copied_tokens, copy.num_converted_tokens
         num_found = max(0, (copy.num_cached_tokens or 0) - num_copied - num_converted)
         total = len(job.prompt_token_ids)
-        return TokenCounts.of(total, shared=num_found, copied=num_copied, converted=num_converted)
+        tokens = TokenCounts.of(total, shared=num_found, copied=num_copied, converted=num_converted)
+        return Brought(tokens, copy.context)
 
     def pool_of(self, replica_id: ReplicaId | None) -> PoolId | None:
         """None for a replica that this router has never been connected to."""

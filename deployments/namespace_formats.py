@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from remora.cache_actors.pool_client import PoolClient
 from remora.cache_actors.pool_messages import KVFormats
-from remora.deployments.accuracy.gate import check_gate
+from remora.deployments.accuracy.gate import check_compatible_gate, check_gate
+from remora.deployments.derivations import Derivations, derivations_of
 from remora.deployments.model_card import NamespaceCard
+from remora.deployments.models.kv_identity import KVIdentity
 from remora.deployments.models.load import LoadedModel
 from remora.kernels.base import KVMemory
 from remora.namespaces.geometry import KVGeometry, KVPrecision
@@ -32,6 +34,8 @@ class NamespaceFormat(NamedTuple):
 
     memory: KVMemory
     fingerprint: bytes
+    #: KV of other fingerprints that sessions may bring into it.
+    takes: Derivations
 
 
 #: How old what is known of other precisions in the pool may be when a session's KV is looked for in them.
@@ -52,14 +56,17 @@ class NamespaceFormats:
         *,
         ask: AskFormats,
         state_dir: Path,
+        others: Sequence[KVIdentity] = (),
     ) -> None:
-        """`ask`: what the pool says. Until `start` every namespace has the model's precision."""
+        """`ask`: what the pool says; `others`: models whose KV this one may use. Until `start` every namespace has the
+        model's precision."""
         self._model = model
+        self._others = others
         self._config = config
         self._lease = lease
         self._ask = ask
         self._state_dir = state_dir
-        own = NamespaceFormat(lease.memory, model.fingerprint)
+        own = self._format(lease.memory, model.fingerprint)
         self._ready: dict[KVPrecision, NamespaceFormat] = {model.geometry.kv_precision: own}
         self._formats = dict.fromkeys(namespace_ids, own)
         self._lock = asyncio.Lock()
@@ -81,15 +88,17 @@ class NamespaceFormats:
     def cards(self) -> dict[NamespaceId, NamespaceCard]:
         """What routers must know of each."""
         return {
-            name: NamespaceCard(fingerprint=each.fingerprint, block_bytes=each.memory.geometry.block_bytes)
+            name: NamespaceCard(
+                fingerprint=each.fingerprint, block_bytes=each.memory.geometry.block_bytes, takes=tuple(each.takes)
+            )
             for name, each in self._formats.items()
         }
 
     async def prepare(self, namespace_id: NamespaceId, kv_precision: KVPrecision) -> NamespaceFormat:
         """Makes sure that the namespace could have this precision, without giving it.
 
-        Raises ModelError when it failed its accuracy gate, KernelError when no kernel of the decoder has it, PoolError
-        when the pool refuses.
+        Raises ModelError when it, or KV of another model in it, failed its accuracy gate, KernelError when no kernel of
+        the decoder has it, PoolError when the pool refuses.
         """
         found = self._ready.get(kv_precision)
         if found is not None and self._formats[namespace_id] is found:
@@ -97,10 +106,11 @@ class NamespaceFormats:
         geometry, fingerprint = self._model.in_precision(kv_precision)
         self._model.decoder.check_geometry(geometry)
         check_gate(self._config, geometry, fingerprint, self._state_dir, namespace=namespace_id)
+        check_compatible_gate(self._config, self._model.kv_identity, self._others, kv_precision, self._state_dir)
         if found is None:
             memory = await self._lease.add_format(geometry, fingerprint)
             # Another call may have been faster: one memory a precision, so that a step has one pass for each.
-            found = self._ready.setdefault(kv_precision, NamespaceFormat(memory, fingerprint))
+            found = self._ready.setdefault(kv_precision, self._format(memory, fingerprint))
         return found
 
     async def start(self) -> None:
@@ -137,6 +147,10 @@ class NamespaceFormats:
         alike = {each.kv_precision for each in found.geometries if each.differs_in_precision_only(self._model.geometry)}
         self._siblings = tuple(self._model.in_precision(each) for each in sorted(alike))
         return found.precisions
+
+    def _format(self, memory: KVMemory, fingerprint: bytes) -> NamespaceFormat:
+        takes = derivations_of(self._model.kv_identity, self._others, memory.geometry.kv_precision)
+        return NamespaceFormat(memory, fingerprint, takes)
 
     def _wanted(self, precisions: Mapping[NamespaceId, KVPrecision | None], namespace_id: NamespaceId) -> KVPrecision:
         return precisions.get(namespace_id) or self._model.geometry.kv_precision

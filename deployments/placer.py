@@ -42,7 +42,7 @@ class Placer:
             # Most likely its node is gone: to ask it would cost a pause, and the backup has what was sealed there.
             backup = max(pools, key=lambda each: rendezvous_score(self._key(stream), each))
             source = None if backup == pool_id else self.sources.of_pool(backup)
-        stream.kv_source = source
+        stream.kv_source = stream.given_source or source
         return choice, self._num_cached(pool_id, stream)
 
     def place(self, stream: RequestStream, candidates: Sequence[Candidate]) -> Choice:

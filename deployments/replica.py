@@ -33,7 +33,7 @@ from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import RegistryMember
 from remora.cache_actors.registry_state import ReplicaLoad, ReplicaRecord, ReplicaStatus
 from remora.cache_actors.step_lock import StepLock
-from remora.deployments.accuracy.gate import check_gate
+from remora.deployments.accuracy.gate import check_compatible_gate, check_gate
 from remora.deployments.catalog import Catalog
 from remora.deployments.engine.base import EngineConfig, EngineNamespace, EngineStats, KVSibling
 from remora.deployments.engine.engine import Engine
@@ -41,6 +41,7 @@ from remora.deployments.engine.messages import GenerationRequest
 from remora.deployments.feed import FeedHub
 from remora.deployments.idle_watch import IdleWatch
 from remora.deployments.model_card import ModelCard
+from remora.deployments.models.compatible import compatible_identities
 from remora.deployments.models.load import LoadedModel, load_model
 from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.stall import StallWatch
@@ -92,6 +93,9 @@ class ModelReplica:
         )
         state_dir = config.cluster.state_dir or default_state_dir()
         check_gate(self._model_config, self._model.geometry, self._model.fingerprint, state_dir)
+        own = self._model.kv_identity
+        others = await asyncio.to_thread(compatible_identities, config, self._model_config, own)
+        check_compatible_gate(self._model_config, own, others, own.geometry.kv_precision, state_dir)
         self._lease = await PoolClient.attach(
             pool,
             replica_id=self.replica_id,
@@ -109,6 +113,7 @@ class ModelReplica:
             self._catalog.namespaces_of[ModelId(model_name)],
             ask=partial(ask_kv_formats, pool, timeout_s=_PRECISIONS_TIMEOUT_S),
             state_dir=state_dir,
+            others=others,
         )
         await self._formats.start()
         self._gate = StepLock(
@@ -151,16 +156,17 @@ class ModelReplica:
 
     def _find_namespace(self, namespace_id: NamespaceId) -> EngineNamespace:
         own = self._catalog.find_namespace(ModelId(self._model.name), namespace_id)
-        memory, fingerprint = self._formats.find(own)
+        found = self._formats.find(own)
         return EngineNamespace(
-            root=self._catalog.chain_root(own, fingerprint),
-            fingerprint=fingerprint,
+            root=self._catalog.chain_root(own, found.fingerprint),
+            fingerprint=found.fingerprint,
             weight=self._catalog.namespaces[own].weight,
-            memory=memory,
+            memory=found.memory,
             siblings=tuple(
                 KVSibling(geometry=geometry, fingerprint=other, root=self._catalog.chain_root(own, other))
                 for geometry, other in self._formats.siblings(own)
             ),
+            takes=found.takes,
         )
 
     # ---- called by routers -------------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ class RequestStream:
         #: The one that had the attempt before, and where blocks of it may be found if that is another pool.
         self.last_replica_id: ReplicaId | None = None
         self.kv_source: KVSource | None = None
+        #: Where they are to be looked for in any case.
+        self.given_source: KVSource | None = None
         #: Root of its chain of blocks and tokens in one; None when its context is edited.
         self.chain_start: tuple[BlockHash, int] | None = None
         self.attempt = 0

@@ -140,7 +140,7 @@ class RouterCore:
         )
         loop = asyncio.get_running_loop()
         stream = RequestStream(request, started_s=loop.time(), on_close=self._on_close)
-        stream.owner, stream.target = job.owner, job.target
+        stream.owner, stream.target, stream.given_source = job.owner, job.target, job.kv_source
         if job.context is None:
             stream.chain_start = (root, card.block_tokens)
         self._streams[stream.attempt_id] = stream

@@ -133,6 +133,11 @@ def derived(edits: Edits, derivation: Derivation, start: int, end: int) -> Edits
     return recomputed((record, *edits), end)
 
 
+def first_derived(edits: Edits, default: int) -> int:
+    """First token whose KV was taken over from another fingerprint."""
+    return next((edit.position for edit in edits if edit.kind in ("adopted", "converted")), default)
+
+
 def recomputed(edits: Edits, position: int) -> Edits:
     """KV from `position` on was lost, or not kept, and is computed from the tokens that are left. Where nothing but KV
     that was taken over is lost, with all of it, that makes plain KV."""

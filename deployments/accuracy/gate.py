@@ -1,18 +1,21 @@
 """The gate of a precision: what it may cost, what it was measured to cost, and whether a model may be served in it.
 
 A verdict is a file in the state directory, named by the model's fingerprint, which covers the weights' files, their
-precision and that of KV. `remora accuracy` writes it; replicas read it when they start.
+precision and that of KV; behind it, for KV of another model, stands that one's. `remora accuracy` writes it; replicas
+read it when they start.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from remora.deployments.accuracy.measure import Accuracy
-from remora.namespaces.geometry import QUANTISED, KVGeometry
+from remora.deployments.models.kv_identity import KVIdentity
+from remora.namespaces.geometry import QUANTISED, KVGeometry, KVPrecision
 from remora.platform.base.errors import ModelError
 from remora.platform.base.model_config import ModelConfig
 
@@ -22,6 +25,8 @@ _log = logging.getLogger(__name__)
 _KV_BARS = {"fp32": 0.0, "bf16": 0.0, "int8": 0.005, "int5": 0.03, "int4": 0.03}
 _WEIGHT_BARS = {"fp32": 0.0, "bf16": 0.0, "int8": 0.01, "int4": 0.03}
 _SMALLEST_BAR = 0.001
+#: What KV of another model may cost: as much as weights of eight bits.
+_ADOPTED_BAR = 0.01
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +57,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     has_passed: bool
     #: Decoder that was measured; results differ in the last bits between processors.
     decoder: str
+    #: The model whose KV it went on behind; "": its own.
+    kv_of: str = ""
 
 
 def bars_of(weights: str, k_precision: str, v_precision: str) -> Bars:
@@ -62,6 +69,11 @@ def bars_of(weights: str, k_precision: str, v_precision: str) -> Bars:
         ),
         min_top1_agreement=0.98 if weights == "int8" and {k_precision, v_precision} <= {"fp32", "bf16"} else 0.0,
     )
+
+
+def adopted_bars() -> Bars:
+    """The bars of going on behind KV of another model, against its own KV."""
+    return Bars(max_perplexity_change=_ADOPTED_BAR)
 
 
 def has_passed(accuracy: Accuracy, bars: Bars) -> bool:
@@ -78,6 +90,7 @@ class VerdictStore:
         self._folder = state_dir / "accuracy"
 
     def path(self, fingerprint: bytes) -> Path:
+        """Of a model, or of a model behind KV of another: both fingerprints, its own first."""
         return self._folder / f"{fingerprint.hex()}.json"
 
     def save(self, fingerprint: bytes, verdict: Verdict) -> Path:
@@ -118,17 +131,49 @@ def check_gate(
                 "model %s: the accuracy of %s was never measured here; run `remora accuracy`", model.name, words
             )
         return
+    _judge(
+        verdict,
+        f"{whose}: {words}",
+        is_forced=model.force_precision,
+        way_out="Choose another precision, or set force_precision: true for model "
+        f"{model.name} to serve it all the same",
+    )
+
+
+def check_compatible_gate(
+    model: ModelConfig, own: KVIdentity, others: Iterable[KVIdentity], kv_precision: KVPrecision, state_dir: Path
+) -> None:
+    """Raises ModelError for a model that goes on badly behind KV of one of the others in this precision, as was
+    measured, unless its `force_compatible` is set.
+
+    What was never measured is used, with a line in the log that says how to measure it.
+    """
+    for other in others:
+        verdict = VerdictStore(state_dir).load(own.fingerprint(kv_precision) + other.fingerprint(kv_precision))
+        if verdict is None:
+            _log.warning(
+                "model %s: what KV of %s costs it was never measured here; run `remora accuracy -m %s --kv-of %s`",
+                model.name, other.model, model.name, other.model,
+            )  # fmt: skip
+            continue
+        _judge(
+            verdict,
+            f"models.{model.name}.compatible_with: KV of {other.model!r}",
+            is_forced=model.force_compatible,
+            way_out=f"Leave it out, or set force_compatible: true for model {model.name} to use it all the same",
+        )
+
+
+def _judge(verdict: Verdict, what: str, *, is_forced: bool, way_out: str) -> None:
+    """Raises ModelError for one that has failed."""
     if verdict.has_passed:
         return
     change = verdict.perplexity / verdict.reference_perplexity - 1
     message = (
-        f"{whose}: {words} failed its accuracy gate: perplexity {change:+.2%} "
-        f"(at most {verdict.bars.max_perplexity_change:+.2%}), top-1 agreement {verdict.top1_agreement:.1%}, against "
+        f"{what} failed its accuracy gate: perplexity {change:+.2%} (at most "
+        f"{verdict.bars.max_perplexity_change:+.2%}), top-1 agreement {verdict.top1_agreement:.1%}, against "
         f"{verdict.reference}"
     )
-    if not model.force_precision:
-        raise ModelError(
-            f"{message}. Choose another precision, or set force_precision: true for model {model.name} to serve it all "
-            "the same."
-        )
-    _log.warning("%s; it is served because force_precision is set", message)
+    if not is_forced:
+        raise ModelError(f"{message}. {way_out}.")
+    _log.warning("%s; it is used because that is forced", message)

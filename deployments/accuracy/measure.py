@@ -1,4 +1,4 @@
-"""How far a precision of weights or KV moves a model's predictions from a reference, on one text.
+"""How far a precision of weights or KV, or another model's KV, moves predictions from a reference, on one text.
 
 Both models read the text through their own decoder in steps of a few hundred tokens, as a prompt is read, so that later
 tokens see the earlier ones through KV in its precision. Shapes: T tokens of the text, V vocabulary.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -67,21 +67,60 @@ def measure(load_reference: Load, load_model: Load, text: str) -> Accuracy:
     """
     with tempfile.TemporaryDirectory(prefix="remora-accuracy-") as folder:
         reference = load_reference()
-        token_ids = np.asarray(reference.tokenizer.encode(text)[: reference.max_model_len], np.int32)
-        if len(token_ids) < MIN_TOKENS:
-            raise InvalidRequest(f"text: {len(token_ids)} tokens; at least {MIN_TOKENS} are needed", field="text")
+        reading = _Reading(reference, _token_ids(reference, text))
         kept = np.memmap(
-            Path(folder) / "reference", np.float32, mode="w+", shape=(len(token_ids), reference.vocab_size)
+            Path(folder) / "reference", np.float32, mode="w+", shape=(len(reading.token_ids_T), reference.vocab_size)
         )
-        for start, log_probabilities_TV in _predict(reference, token_ids):
+        for start in reading.starts:
+            log_probabilities_TV = reading.read(start)
             kept[start : start + len(log_probabilities_TV)] = log_probabilities_TV
-        del reference
-        model = load_model()
+        token_ids = reading.token_ids_T
+        del reference, reading
         sums = _Sums()
-        for start, log_probabilities_TV in _predict(model, token_ids):
+        reading = _Reading(load_model(), token_ids)
+        for start in reading.starts:
+            log_probabilities_TV = reading.read(start)
             sums.add(kept[start : start + len(log_probabilities_TV)], log_probabilities_TV, token_ids[start + 1 :])
         del kept
     return sums.accuracy()
+
+
+def measure_adopted(load_other: Load, load_model: Load, text: str) -> Accuracy:
+    """What KV that another model computed costs a model that goes on behind it, against its own KV.
+
+    Before each step all KV is the other's; the step is the model's, as where a session goes on. Not counted are the
+    tokens of the first step, which has none before it. Both have KV of one geometry, and one tokenizer.
+
+    Raises InvalidRequest for a text of no more than one step.
+    """
+    other = load_other()
+    token_ids = _token_ids(other, text)
+    if len(token_ids) <= _STEP_TOKENS:
+        raise InvalidRequest(
+            f"text: {len(token_ids)} tokens; more than {_STEP_TOKENS} are needed to go on behind them", field="text"
+        )
+    written = _Reading(other, token_ids)
+    for start in written.starts:
+        written.read(start)
+    kv = written.memory.data
+    del other, written
+    model, sums = load_model(), _Sums()
+    own, adopted = _Reading(model, token_ids), _Reading(model, token_ids)
+    adopted.memory.data[:] = kv
+    for start in own.starts:
+        reference_TV = own.read(start)
+        if start:
+            sums.add(reference_TV, adopted.read(start), token_ids[start + 1 :])
+            adopted.memory.data[:] = kv
+    return sums.accuracy()
+
+
+def _token_ids(model: LoadedModel, text: str) -> NDArray[np.int32]:
+    """As much of the text as the model's context takes. Raises InvalidRequest for fewer than MIN_TOKENS tokens."""
+    token_ids = np.asarray(model.tokenizer.encode(text)[: model.max_model_len], np.int32)
+    if len(token_ids) < MIN_TOKENS:
+        raise InvalidRequest(f"text: {len(token_ids)} tokens; at least {MIN_TOKENS} are needed", field="text")
+    return token_ids
 
 
 class _Sums:
@@ -111,17 +150,25 @@ class _Sums:
         )
 
 
-def _predict(model: LoadedModel, token_ids_T: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Start and log-probabilities [T, V] of each step, read in order."""
-    block_tokens = model.geometry.block_tokens
-    num_blocks = -(-len(token_ids_T) // block_tokens)
-    memory = HostMemory(np.zeros(num_blocks * model.geometry.block_bytes, np.uint8), model.geometry)
-    batch = StepBatch(max_tokens=_STEP_TOKENS, max_sequences=1, max_blocks=num_blocks)
-    blocks = list(range(num_blocks))
-    for start in range(0, len(token_ids_T), _STEP_TOKENS):
-        batch.clear()
-        batch.add(token_ids_T[start : start + _STEP_TOKENS], first_position=start, blocks=blocks, logits="all")
-        logits_TV = model.decoder.forward(batch, memory)
+class _Reading:
+    """A text that a model reads step by step, into memory of its own."""
+
+    def __init__(self, model: LoadedModel, token_ids_T: NDArray[np.int32]) -> None:
+        num_blocks = -(-len(token_ids_T) // model.geometry.block_tokens)
+        self.token_ids_T = token_ids_T
+        self.starts = range(0, len(token_ids_T), _STEP_TOKENS)
+        self.memory = HostMemory(np.zeros(num_blocks * model.geometry.block_bytes, np.uint8), model.geometry)
+        self._decoder = model.decoder
+        self._batch = StepBatch(max_tokens=_STEP_TOKENS, max_sequences=1, max_blocks=num_blocks)
+        self._blocks = list(range(num_blocks))
+
+    def read(self, start: int) -> NDArray[np.float32]:
+        """Log-probabilities [T, V] of the step that starts there, behind the KV that is in the memory."""
+        self._batch.clear()
+        token_ids_T = self.token_ids_T[start : start + _STEP_TOKENS]
+        self._batch.add(token_ids_T, first_position=start, blocks=self._blocks, logits="all")
+        logits_TV = self._decoder.forward(self._batch, self.memory)
         shifted_TV = logits_TV - logits_TV.max(axis=1, keepdims=True)
         log_sum_T1 = np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True, dtype=np.float64))
-        yield start, shifted_TV - log_sum_T1.astype(np.float32)
+        log_probabilities_TV: NDArray[np.float32] = shifted_TV - log_sum_T1.astype(np.float32)
+        return log_probabilities_TV

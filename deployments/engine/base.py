@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from remora.deployments.engine.messages import TokenDelta
 from remora.kernels.base import Decoder, KVMemory
 from remora.namespaces.geometry import KVGeometry
+from remora.namespaces.hashing import Derivation
 from remora.platform.base.ids import BlockHash, NamespaceId, RouterId
 
 #: Takes what one step produced for one router. Called from the engine's thread; must return at once and not raise.
@@ -88,6 +89,8 @@ class EngineNamespace:
     #: The arena in the precision of its KV; None: in the model's. A request keeps what it began with.
     memory: KVMemory | None = None
     siblings: tuple[KVSibling, ...] = ()
+    #: KV of other fingerprints that sessions may bring, and its geometry where it comes from.
+    takes: Mapping[Derivation, KVGeometry] = field(default_factory=dict)
 
 
 #: Called once, when the lease is lost: nothing may run or leave any more and the replica must restart.

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from remora.cache_actors.port import BlockLoader, KVSource, LoadedBlocks, LoadEnd, LoadOrder
+from remora.cache_actors.port import BlockLoader, KVSource, LoadedBlocks, LoadEnd, LoadOrder, OtherChain
 from remora.deployments.engine.base import KVSibling
 from remora.deployments.engine.engine_stats import EngineCounters
 from remora.deployments.engine.sequence import Phase, Sequence
 from remora.namespaces.commands import Admitted
+from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.kept_chains import KeptChain
 from remora.platform.base.ids import SequenceId
 
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class Wanted(NamedTuple):
-    """A pool that may have blocks: as they are wanted, or in a sibling's precision under that chain."""
+    """A pool that may have blocks: as they are wanted, or in a sibling's precision under that chain, or as the source
+    says that they are called."""
 
     source: KVSource
     sibling: KVSibling | None = None
@@ -63,6 +65,8 @@ class KVLoads:
         num_cached, source = admitted.num_cached_blocks, live.request.kv_source
         if self._loader is None or live.has_asked_source or num_cached >= _num_loadable(sequence):
             return []
+        if source is not None and source.other is not None:
+            return [Wanted(source)] if self._may_take(sequence, source.other, num_cached) else []
         chains = sequence.kept_chains()
         found: list[Wanted] = []
         if kept is not None and self._own_pool is not None and kept.num_source_blocks > num_cached:
@@ -72,6 +76,14 @@ class KVLoads:
             found.append(Wanted(source))
             found += [Wanted(source, *pair) for pair in zip(live.namespace.siblings, chains, strict=False)]
         return found
+
+    @staticmethod
+    def _may_take(sequence: Sequence, other: OtherChain, num_cached: int) -> bool:
+        """Whether the model can go on behind that KV, and the request's own blocks before it are there."""
+        if other.derivation not in sequence.live.namespace.takes:
+            _log.error("%s: KV that this model does not take is not used", sequence.live.request.request_id)
+            return False
+        return other.first <= num_cached
 
     def begin(self, sequence: Sequence, wanted: list[Wanted]) -> None:
         """Fills the blocks of a run that has just begun, behind those it found."""
@@ -88,6 +100,8 @@ class KVLoads:
             source, sibling, chain = load.now = load.wanted.pop(0)
             # Plain blocks have no place behind converted ones: what they would be called depends on those.
             hashes = tuple(sequence.extend_hashes(_num_loadable(sequence))) if chain is None else chain.hashes
+            if source.other is not None:
+                hashes = source.other.hashes[: _num_loadable(sequence)]
             if first < len(hashes) and (chain is not None or sequence.block_names.is_plain):
                 break
         else:
@@ -96,16 +110,23 @@ class KVLoads:
             return
         assert self._loader is not None
         load.num_tokens, load.started_unix_ns = 0, time.time_ns()
-        namespace = sequence.live.namespace
+        namespace, namespace_id, geometry = sequence.live.namespace, sequence.namespace_id, sequence.memory.geometry
+        fingerprint, source_geometry = namespace.fingerprint, geometry
+        if source.other is not None:
+            derivation, namespace_id = source.other.derivation, source.other.namespace_id
+            fingerprint, source_geometry = derivation.fingerprint, namespace.takes[derivation]
+        elif sibling is not None:
+            fingerprint, source_geometry = sibling.fingerprint, sibling.geometry
+        load.converts_from = None if source_geometry == geometry else source_geometry
         load.cancel = self._loader.start(
             LoadOrder(
                 source=source,
-                namespace_id=sequence.namespace_id,
-                fingerprint=namespace.fingerprint if sibling is None else sibling.fingerprint,
+                namespace_id=namespace_id,
+                fingerprint=fingerprint,
                 hashes=hashes,
                 first=first,
-                geometry=sequence.memory.geometry,
-                source_geometry=None if sibling is None else sibling.geometry,
+                geometry=geometry,
+                source_geometry=load.converts_from,
             ),
             lambda loaded: self._post(lambda: self._take(load, loaded)),
             lambda end: self._post(lambda: self._end(load, end)),
@@ -137,8 +158,8 @@ class KVLoads:
         self._counters.num_damaged_blocks += end.num_damaged
         if not load.is_current:
             return
-        sequence, live, sibling = load.sequence, load.sequence.live, load.now.sibling
-        if sibling is None:
+        sequence, live, converts_from = load.sequence, load.sequence.live, load.converts_from
+        if converts_from is None:
             self._counters.num_copied_tokens += load.num_tokens
             live.num_copied_tokens += load.num_tokens
         else:
@@ -151,7 +172,7 @@ class KVLoads:
             sequence,
             end,
             source=load.now.source,
-            precision=None if sibling is None else sibling.geometry.kv_precision,
+            precision=None if converts_from is None else converts_from.kv_precision,
             num_tokens=load.num_tokens,
             start_unix_ns=load.started_unix_ns,
         )
@@ -166,7 +187,7 @@ def _num_loadable(sequence: Sequence) -> int:
 class _Load:
     """One load of one run, from one pool after the other."""
 
-    __slots__ = ("cancel", "now", "num_tokens", "sequence", "sequence_id", "started_unix_ns", "wanted")
+    __slots__ = ("cancel", "converts_from", "now", "num_tokens", "sequence", "sequence_id", "started_unix_ns", "wanted")
 
     def __init__(self, sequence: Sequence, sequence_id: SequenceId, wanted: list[Wanted]) -> None:
         self.sequence = sequence
@@ -174,6 +195,8 @@ class _Load:
         #: Pools that are still to be asked; and the one that is.
         self.wanted = wanted
         self.now = wanted[0]
+        #: The geometry of what is asked for now; None: as it is wanted.
+        self.converts_from: KVGeometry | None = None
         self.num_tokens = 0
         self.started_unix_ns = time.time_ns()
         self.cancel: Callable[[], None] = lambda: None

@@ -219,6 +219,8 @@ class RequestBook:
         sequence.window.forget(num_found)
         sequence.forget_hashes(num_found)
         self._take_back(sequence)
+        # What did come is to be found by the next admission.
+        self.link.flush()
 
     def on_parked(self, sequence: Sequence) -> None:
         """One of a namespace waits at the pool, for its line; the others wait here, where priorities count and no

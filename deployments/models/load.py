@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from remora.cache_actors.memory_budget import available_memory_bytes
 from remora.deployments.models.folder_tokenizer import folder_chat_tokenizer
 from remora.deployments.models.gguf_file import GGUFFile
 from remora.deployments.models.gguf_tokenizer import gguf_chat_tokenizer
+from remora.deployments.models.kv_identity import KVIdentity
 from remora.deployments.models.model_spec import ModelSpec, served_context_len
 from remora.deployments.models.source import resolve_source
 from remora.deployments.models.tokenizer import ChatTokenizer
@@ -66,10 +67,18 @@ class LoadedModel:
     #: Frequencies of the rotation of K; None where they are not known (transformers).
     rope_inv_freq: NDArray[np.float32] | None = None
 
+    @property
+    def kv_identity(self) -> KVIdentity:
+        return KVIdentity(
+            model=self.name,
+            geometry=self.geometry,
+            weights_id=self.weights_id,
+            tokenizer_id=self.tokenizer.tokenizer_id,
+        )
+
     def in_precision(self, kv_precision: KVPrecision) -> tuple[KVGeometry, bytes]:
         """Geometry and fingerprint of its KV in another precision. The weights are the same: one decoder serves all."""
-        geometry = self.geometry.with_precision(kv_precision)
-        return geometry, kv_fingerprint(geometry, self.weights_id, self.tokenizer.tokenizer_id)
+        return self.geometry.with_precision(kv_precision), self.kv_identity.fingerprint(kv_precision)
 
 
 def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
@@ -81,6 +90,22 @@ def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
     if files.kind == "gguf":
         return gguf_chat_tokenizer(GGUFFile(files.path))
     return folder_chat_tokenizer(files.path, trust_remote_code=model.trust_remote_code)
+
+
+def read_kv_identity(
+    model: ModelConfig, *, block_tokens: int, num_threads: int | None = None, progress: Progress | None = None
+) -> KVIdentity:
+    """What load_model would say of the model's KV, from its files, whose contents are hashed.
+
+    Raises ModelError as load_model does, and for a model that runs through transformers.
+    """
+    return _Loader(
+        model=model,
+        block_tokens=block_tokens,
+        num_threads=num_threads or len(os.sched_getaffinity(0)),
+        say=progress or (lambda line: logger.info("model %s: %s", model.name, line)),
+        make_decoder=None,
+    ).identity()
 
 
 def load_model(
@@ -105,8 +130,7 @@ def load_model(
         say=say,
         make_decoder=make_decoder,
     )
-    files = resolve_source(model)
-    return loader.from_gguf(files.path) if files.kind == "gguf" else loader.from_folder(files.path)
+    return loader.load()
 
 
 def check_memory(name: str, needed_bytes: int, available_bytes: int) -> None:
@@ -123,6 +147,24 @@ def _weights_id(content: bytes, maths: str) -> str:
     return hashlib.blake2b(content + maths.encode(), digest_size=16).hexdigest()
 
 
+class _Native(NamedTuple):
+    """What the own decoder runs, before any weight is read."""
+
+    spec: ModelSpec
+    source: TensorSource
+    files: list[Path]
+    tokenizer: ChatTokenizer
+
+
+class _Foreign(NamedTuple):
+    """What transformers runs."""
+
+    folder: Path
+    config: Any
+    context_len: int
+    tokenizer: ChatTokenizer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loader:
     """One call of load_model. torch and transformers are imported where a path needs them: routers load neither."""
@@ -133,7 +175,26 @@ class _Loader:
     say: Progress
     make_decoder: MakeDecoder | None
 
-    def from_gguf(self, path: Path) -> LoadedModel:
+    def load(self) -> LoadedModel:
+        files = resolve_source(self.model)
+        if files.kind == "gguf":
+            return self._own(self._gguf(files.path))
+        folder = self._folder(files.path)
+        return self._own(folder) if isinstance(folder, _Native) else self._transformers(folder)
+
+    def identity(self) -> KVIdentity:
+        files = resolve_source(self.model)
+        native = self._gguf(files.path) if files.kind == "gguf" else self._folder(files.path)
+        if not isinstance(native, _Native):
+            raise ModelError(f"model {self.model.name!r} runs through transformers; no other model can use its KV.")
+        return KVIdentity(
+            model=self.model.name,
+            geometry=self._geometry(native.spec),
+            weights_id=self._native_weights_id(native),
+            tokenizer_id=native.tokenizer.tokenizer_id,
+        )
+
+    def _gguf(self, path: Path) -> _Native:
         from remora.deployments.models.gguf_config import gguf_spec
         from remora.deployments.models.gguf_weights import GGUFSource
 
@@ -144,9 +205,9 @@ class _Loader:
             )
         self.say(f"reading {path.name} ({file.size_bytes // MiB} MiB, GGUF {file.architecture})")
         spec = gguf_spec(model.name, file, weights=model.weights, max_model_len=model.max_model_len)
-        return self._own(spec, GGUFSource(file), [path], gguf_chat_tokenizer(file))
+        return _Native(spec, GGUFSource(file), [path], gguf_chat_tokenizer(file))
 
-    def from_folder(self, folder: Path) -> LoadedModel:
+    def _folder(self, folder: Path) -> _Native | _Foreign:
         from remora.deployments.models.hf_config import decoder_spec, read_config, runs_natively
         from remora.deployments.models.refusals import check_servable
         from remora.deployments.models.safetensors_weights import SafetensorsSource
@@ -161,21 +222,27 @@ class _Loader:
         self.say(f"reading {folder} ({config.model_type})")
         tokenizer = folder_chat_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         if model.backend == "transformers" or (model.backend == "auto" and not runs_natively(config)):
-            return self._transformers(folder, config, context_len, tokenizer)
+            return _Foreign(folder, config, context_len, tokenizer)
         spec = decoder_spec(model.name, config, weights=model.weights, max_model_len=context_len)
         source = SafetensorsSource(folder)
-        return self._own(spec, source, source.files, tokenizer)
+        return _Native(spec, source, source.files, tokenizer)
 
-    def _own(self, spec: ModelSpec, source: TensorSource, files: list[Path], tokenizer: ChatTokenizer) -> LoadedModel:
+    def _geometry(self, spec: ModelSpec) -> KVGeometry:
+        return spec.geometry(block_tokens=self.block_tokens, kv_precisions=self.model.kv_precisions)
+
+    def _native_weights_id(self, native: _Native) -> str:
+        # Rope is in the geometry, as text: its frequencies may differ in the last bit between processors.
+        return _weights_id(self._hash(native.files), json.dumps(dataclasses.asdict(native.spec.shape), sort_keys=True))
+
+    def _own(self, native: _Native) -> LoadedModel:
         from remora.deployments.models.canonical_weights import CanonicalWeights
 
-        weights = CanonicalWeights(spec, source, self.say)
+        spec = native.spec
+        weights = CanonicalWeights(spec, native.source, self.say)
         needed_bytes = weights.num_bytes()
         self._check_memory(needed_bytes)
-        content = self._hash(files)
-        # Rope is in the geometry, as text: its frequencies may differ in the last bit between processors.
-        maths = json.dumps(dataclasses.asdict(spec.shape), sort_keys=True)
-        geometry = spec.geometry(block_tokens=self.block_tokens, kv_precisions=self.model.kv_precisions)
+        weights_id = self._native_weights_id(native)
+        geometry = self._geometry(spec)
         rope_inv_freq = np.asarray(spec.rope_inv_freq, np.float64).astype(np.float32)
         self.say(f"packing {needed_bytes // MiB} MiB of {self.model.weights} weights")
         if weights.num_exact():
@@ -184,22 +251,22 @@ class _Loader:
             decoder=self._make_decoder()(spec.shape, weights, geometry, num_threads=self.num_threads),
             shape=spec.shape,
             geometry=geometry,
-            weights_id=_weights_id(content, maths),
-            tokenizer=tokenizer,
+            weights_id=weights_id,
+            tokenizer=native.tokenizer,
             max_model_len=spec.max_model_len,
             vocab_size=spec.shape.vocab_size,
             weights_bytes=needed_bytes,
             rope_inv_freq=rope_inv_freq,
         )
 
-    def _transformers(self, folder: Path, config: Any, context_len: int, tokenizer: ChatTokenizer) -> LoadedModel:
+    def _transformers(self, foreign: _Foreign) -> LoadedModel:
         from remora.deployments.models.hf_config import rope_text
         from remora.deployments.models.safetensors_weights import weight_files
         from remora.deployments.models.transformers_decoder import TransformersDecoder
         from remora.deployments.models.transformers_load import load_transformers, transformers_bytes
         from remora.deployments.models.transformers_probe import check_paged_logits
 
-        model = self.model
+        model, (folder, config, context_len, tokenizer) = self.model, foreign
         needed_bytes = transformers_bytes(folder, model)
         self._check_memory(needed_bytes)
         kind = str(config.model_type)

@@ -17,7 +17,7 @@ from remora.platform.base.config_types import Name
 from remora.platform.base.config_types import Section as _Section
 from remora.platform.base.errors import ConfigError
 from remora.platform.base.ids import NamespaceId
-from remora.platform.base.model_config import KV_FORMS, KVPrecisionConfig, ModelConfig, check_stages
+from remora.platform.base.model_config import KV_FORMS, KVPrecisionConfig, ModelConfig, check_compatible, check_stages
 from remora.platform.base.namespace_config import NamespaceConfig
 from remora.platform.base.namespace_tree import parent_of
 from remora.platform.base.rebalance_config import RebalanceConfig
@@ -145,6 +145,7 @@ class RemoraConfig(_Section):
                 raise ValueError(
                     f"models.{model.name}.default_namespace: {model.default_namespace!r} is no namespace of this model"
                 )
+        check_compatible(models, {device.name: device.block_tokens for device in self.devices})
         guaranteed = dict.fromkeys(devices, 0)
         namespaces = {NamespaceId(namespace.name): namespace for namespace in self.namespaces}
         below = dict.fromkeys(namespaces, 0)

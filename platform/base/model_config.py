@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -45,6 +46,10 @@ class ModelConfig(Section):
     kv_precision: KVPrecision = "bf16"
     #: Serve in a precision that `remora accuracy` has measured and that failed its gate; its namespaces' too.
     force_precision: bool = False
+    #: Models whose KV a session that comes from them may bring, and this one uses as it is: docs/moving.md.
+    compatible_with: tuple[Name, ...] = ()
+    #: Use such KV although `remora accuracy` has measured what it costs, and it failed its gate.
+    force_compatible: bool = False
     #: Context in tokens; None: the model's own, at most 8192.
     max_model_len: Annotated[int, Field(ge=16)] | None = None
     #: Sequences that run at once in one replica.
@@ -87,6 +92,29 @@ class ModelConfig(Section):
     def kv_precisions(self) -> tuple[KVWord, KVWord]:
         """Of K and of V."""
         return precision_pair(self.kv_precision)
+
+
+def check_compatible(models: Mapping[str, ModelConfig], block_tokens: Mapping[str, int]) -> None:
+    """Raises ValueError for models that cannot be compatible, as far as the configuration tells; whether their KV has
+    the same shape and their tokenizers are equal shows when a replica starts. `block_tokens`: of each device."""
+    for model in models.values():
+        where = f"models.{model.name}.compatible_with"
+        for name in model.compatible_with:
+            if name == model.name:
+                raise ValueError(f"{where}: {name!r} is the model itself; leave it out")
+            if name not in models:
+                raise ValueError(f"{where}: no model {name!r}; one of {sorted(set(models) - {model.name})}")
+            if model.compatible_with.count(name) > 1:
+                raise ValueError(f"{where}: {name!r} is named twice")
+            other = models[name]
+            for each in (model, other):
+                if each.pipeline_stages > 1:
+                    raise ValueError(f"{where}: {name!r}: {each.name!r} has pipeline_stages; its KV lies in parts")
+            own_length, length = (block_tokens[each.devices[0]] for each in (model, other))
+            if own_length != length:
+                raise ValueError(
+                    f"{where}: {name!r} is on devices with block_tokens of {length}, and this model with {own_length}"
+                )
 
 
 def check_stages(model: ModelConfig) -> None:

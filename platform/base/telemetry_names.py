@@ -90,6 +90,8 @@ REMORA_MIGRATE_SHARED_TOKENS = "remora.migrate.shared_tokens"
 REMORA_MIGRATE_COPIED_TOKENS = "remora.migrate.copied_tokens"
 REMORA_MIGRATE_CONVERTED_TOKENS = "remora.migrate.converted_tokens"
 REMORA_MIGRATE_RECOMPUTED_TOKENS = "remora.migrate.recomputed_tokens"
+#: The same in order: "0-2048 copied of smollm2".
+REMORA_MIGRATE_RANGES = "remora.migrate.ranges"
 REMORA_MIGRATE_PAUSE = "remora.migrate.pause_s"
 #: Of blocks that came from another pool: which one, how much, "mapped", "streamed" or "none", and why not all came.
 REMORA_LOAD_SOURCE = "remora.load.source"

@@ -1,7 +1,8 @@
 """Sessions that go on with another model: what the other model makes of the log, and how its KV gets there.
 
-equal tokenizers     the tokens as they are        equal fingerprints  KV shared or copied
-different ones       each turn anew, from its text                     else the tokens are computed there
+equal tokenizers     the tokens as they are        equal fingerprints              KV shared or copied
+different ones       each turn anew, from its text  compatible, another precision   KV taken over (take_over.py)
+                                                   else                            the tokens are computed there
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import msgspec
 from remora.cache_actors.session_client import ask
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.moves import Moved, precopy_job
-from remora.deployments.placement import least_loaded
 from remora.deployments.session_context import SessionContext
 from remora.deployments.token_counts import TokenCounts
 from remora.namespaces.session_commands import ForkSession, MoveSession, SessionHead, ShowSession
 from remora.namespaces.session_log import ModelLog, SessionState, pack_tokens, unpack_tokens
 from remora.namespaces.session_turn import Turn
 from remora.platform.base import telemetry_names as names
-from remora.platform.base.errors import Conflict, InvalidRequest, Unavailable
-from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, SessionId
+from remora.platform.base.errors import Conflict, InvalidRequest
+from remora.platform.base.ids import ModelId, NamespaceId, RequestId, SessionId
 from remora.platform.base.telemetry import inject, span
 from remora.platform.http.branch_request import ForkBody, cut_parent
 from remora.platform.http.caller import Caller
 from remora.platform.http.services import Services, encode
 from remora.platform.http.session_prompt import rendered_behind
 from remora.platform.http.session_requests import new_session_id
+from remora.platform.http.take_over import choose_landing
 
 
 async def log_for(services: Services, state: SessionState, model_id: ModelId, namespace_id: NamespaceId) -> ModelLog:
@@ -109,50 +110,65 @@ async def _rendered_anew(
         raise InvalidRequest(message, field="model") from error
 
 
-async def bring(services: Services, state: SessionState, log: ModelLog) -> Moved:
-    """Lets the other model have the KV of the log, from wherever it is, before the session goes there.
+async def bring(services: Services, state: SessionState, log: ModelLog) -> tuple[Moved, ModelLog]:
+    """Lets the other model have the KV of the log, from wherever it is, before the session goes there. The log comes
+    back with what its KV is there.
 
     Raises ContextLengthExceeded when the log does not fit the model, Unavailable when no replica of it takes it.
     """
     core, started_s = services.core, time.monotonic()
     await core.waker.ready(log.model_id)
     card = await core.fleet.card(log.model_id)
-    new = msgspec.structs.replace(
-        state,
-        model_id=log.model_id,
-        namespace_id=log.namespace_id,
-        token_bytes=log.token_bytes,
-        turns=log.turns,
-        edits=log.edits,
-        pending=log.pending,
-    )
-    context = SessionContext(card, new)
+    state_there = as_state(state, log)
+    context = SessionContext(card, state_there)
     token_ids = context.engine_tokens(unpack_tokens(log.token_bytes))
-    context.check(new.num_tokens, 1, field="model")
+    context.check(state_there.num_tokens, 1, field="model")
     attributes: dict[str, str | int] = {
         names.REMORA_SESSION_ID: state.session_id,
         names.REMORA_NAMESPACE: log.namespace_id,
         names.GEN_AI_REQUEST_MODEL: log.model_id,
     }
     with span(names.MIGRATE_PRECOPY, attributes) as precopy:
-        replica = _least_loaded(services, log.model_id)
-        precopy.set_attribute(names.REMORA_REPLICA_ID, replica)
+        landing = await choose_landing(services, state, log, token_ids, card)
+        log = msgspec.structs.replace(log, edits=landing.edits)
+        precopy.set_attribute(names.REMORA_REPLICA_ID, landing.replica)
         tokens = TokenCounts()
         if token_ids:
-            tokens = await core.moves.precopy(
+            tokens, outcome = await core.moves.precopy(
                 precopy_job(
                     RequestId(f"move-{uuid.uuid4().hex}"),
                     log.model_id,
                     log.namespace_id,
                     token_ids,
-                    replica,
+                    landing.replica,
                     owner=state.owner,
-                    context=context.plan,
+                    context=SessionContext(card, as_state(state, log)).plan,
+                    # Nothing else is looked for then: what is found would be named in two ways at once.
+                    num_kept_tokens=None if landing.source is None else 0,
+                    kv_source=landing.source,
                     trace_context=inject(),
                 )
             )
+            if landing.source is not None and outcome is not None and not outcome.removed:
+                log = msgspec.structs.replace(log, edits=outcome.edits)
+        kv_of = None if landing.source is None else state.model_id
+        ranges = tokens.ranges(kv_of=kv_of, own_end=landing.start)
         precopy.set_attributes(tokens.attributes())
-    return Moved(source=state.owner, replica=replica, tokens=tokens, pause_s=0.0, took_s=time.monotonic() - started_s)
+        precopy.set_attribute(names.REMORA_MIGRATE_RANGES, [str(each) for each in ranges])
+    moved = Moved(
+        source=state.owner,
+        replica=landing.replica,
+        tokens=tokens,
+        ranges=ranges,
+        pause_s=0.0,
+        took_s=time.monotonic() - started_s,
+    )
+    return moved, log
+
+
+def as_state(state: SessionState, log: ModelLog) -> SessionState:
+    """The session as the log's model has it."""
+    return msgspec.structs.replace(state, **log.fields())
 
 
 async def fork_to_model(
@@ -165,7 +181,7 @@ async def fork_to_model(
     state = (await ask(port, ShowSession(session_id=session_id, with_tokens=True), SessionHead)).state
     state = cut_parent(state, body.num_tokens)
     log = await log_for(services, state, model_id, namespace_id)
-    brought = await bring(services, state, log)
+    brought, log = await bring(services, state, log)
     command = ForkSession(
         session_id=session_id,
         new_id=SessionId(body.id or new_session_id()),
@@ -191,7 +207,7 @@ async def move_to_model(
     if (model_id, namespace_id) == (state.model_id, state.namespace_id):
         raise InvalidRequest(f"to: the session is with {model!r} in {namespace_id!r} already.", field="to")
     log = await log_for(services, state, model_id, namespace_id)
-    brought = await bring(services, state, log)
+    brought, log = await bring(services, state, log)
     command = MoveSession(
         session_id=state.session_id,
         owner=brought.replica,
@@ -208,12 +224,6 @@ def transfer_document(moved: Moved) -> dict[str, object]:
         "from": moved.source,
         "to": moved.replica,
         "tokens": msgspec.structs.asdict(moved.tokens),
+        "ranges": [each.document() for each in moved.ranges],
         "took_s": round(moved.took_s, 6),
     }
-
-
-def _least_loaded(services: Services, model_id: ModelId) -> ReplicaId:
-    candidates = services.core.fleet.candidates(model_id)
-    if not candidates:
-        raise Unavailable(f"No replica of {model_id!r} takes requests now; try again.")
-    return least_loaded(candidates).replica_id

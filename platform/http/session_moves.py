@@ -130,12 +130,13 @@ async def _move_idle(services: Services, state: SessionState, target: ReplicaId)
         job = precopy_job(
             request_id, state.model_id, state.namespace_id, log, target, owner=state.owner, context=context.plan
         )
-        tokens = await core.moves.precopy(job)
+        tokens = (await core.moves.precopy(job)).tokens
     await ask(services.turns.port, MoveSession(session_id=state.session_id, owner=target), SessionHead)
     return Moved(
         source=state.owner,
         replica=target,
         tokens=tokens,
+        ranges=tokens.ranges(),
         pause_s=0.0,
         took_s=time.monotonic() - started_s,
     )

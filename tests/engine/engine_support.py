@@ -31,7 +31,7 @@ from remora.kernels.batch import StepBatch
 from remora.kernels.layout import V_SIDE, BlockLayout
 from remora.namespaces.edits import ContextOutcome, ContextPlan
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
-from remora.namespaces.hashing import chain_hashes, chain_root, sharing_domain
+from remora.namespaces.hashing import Derivation, chain_hashes, chain_root, sharing_domain
 from remora.platform.base.clock import Clock, ManualClock
 from remora.platform.base.errors import KernelError, NotFound
 from remora.platform.base.ids import BlockHash, ModelId, NamespaceId, RequestId, RouterId
@@ -162,6 +162,7 @@ class Harness:
         loader: BlockLoader | None = None,
         own_pool: KVSource | None = None,
         pool: LocalPool | None = None,
+        fingerprint: bytes = FINGERPRINT,
         **config: Any,
     ) -> None:
         self.model = model if model is not None else FakeModel()
@@ -172,12 +173,15 @@ class Harness:
             geometry,
             num_blocks=num_blocks,
             namespaces=self.namespaces,
-            fingerprint=FINGERPRINT,
+            fingerprint=fingerprint,
             clock=self.clock,
             delivery=delivery,
             seed=seed,
             num_extents=num_extents,
         )
+        self._fingerprint = fingerprint
+        #: What its namespaces take over.
+        self.takes: dict[Derivation, KVGeometry] = {}
         self.weights = dict(weights or {})
         #: Of namespaces that have their own; may change at any time.
         self.precisions = dict(precisions or {})
@@ -211,9 +215,8 @@ class Harness:
     def fingerprint(self, namespace: str) -> bytes:
         return self.fingerprint_in(self.precisions.get(namespace))
 
-    @staticmethod
-    def fingerprint_in(precision: KVPrecision | None) -> bytes:
-        return FINGERPRINT if precision is None else FINGERPRINT + "/".join(precision).encode()
+    def fingerprint_in(self, precision: KVPrecision | None) -> bytes:
+        return self._fingerprint if precision is None else self._fingerprint + "/".join(precision).encode()
 
     def _memory(self, namespace: str) -> KVMemory | None:
         precision = self.precisions.get(namespace)
@@ -232,6 +235,7 @@ class Harness:
             fingerprint=self.fingerprint(namespace_id),
             weight=self.weights.get(namespace_id, 1.0),
             memory=self._memory(namespace_id),
+            takes=self.takes,
             siblings=tuple(
                 KVSibling(
                     geometry=self.geometry if each is None else self.geometry.with_precision(each),

@@ -241,7 +241,7 @@ def test_tokens_after_a_conversion_are_those_of_blocks_that_the_reference_re_enc
 
     def table(world: World, precision: Any) -> list[int]:
         realms = world.one.pool.device.state._parts.index.realms
-        realm = next(r for k, r in realms.items() if k.fingerprint == Harness.fingerprint_in(precision) and r.blocks)
+        realm = next(r for k, r in realms.items() if k.fingerprint == world.one.fingerprint_in(precision) and r.blocks)
         return [block.index for block in realm.blocks.values()][:num_blocks]
 
     def memory(world: World, precision: Any) -> HostMemory:

@@ -154,7 +154,7 @@ def test_a_precision_that_failed_is_refused_unless_forced(tmp_path: Path, caplog
     with pytest.raises(ModelError, match=r"namespaces\.chat \(model m\): .*force_precision: true for model m"):
         check_gate(model, loaded.geometry, loaded.fingerprint, state, namespace="chat")
     check_gate(model.model_copy(update={"force_precision": True}), loaded.geometry, loaded.fingerprint, state)
-    assert "served because force_precision" in caplog.text
+    assert "it is used because that is forced" in caplog.text
     store.save(loaded.fingerprint, verdict(passed=True))
     check_gate(model, loaded.geometry, loaded.fingerprint, state)
     store.path(loaded.fingerprint).write_text("{")

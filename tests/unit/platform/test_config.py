@@ -25,6 +25,13 @@ def staged(**changes: Any) -> dict[str, Any]:
     return {"devices": devices, "models": [{"name": "a", "source": "x", **stages, **changes}]}
 
 
+def related(*names: str, **changes: Any) -> dict[str, Any]:
+    """A model that may use KV of the named ones, and another model."""
+    devices = [{"name": "cpu0"}, {"name": "cpu1"}, {"name": "long", "block_tokens": 64}]
+    models = [{"name": "a", "source": "x", "compatible_with": names, **changes}, {"name": "b", "source": "x"}]
+    return {"devices": devices, "models": models}
+
+
 def error_of(data: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         parse_config(data)
@@ -117,6 +124,17 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
                 "models": [{"name": "a", "source": "x", "more_devices": ["cpu1"]}],
             },
             "models.a.more_devices: block_tokens of 'cpu1' are 64, those of 'cpu0' 32",
+        ),
+        (related("a"), "models.a.compatible_with: 'a' is the model itself; leave it out"),
+        (related("c"), "models.a.compatible_with: no model 'c'; one of ['b']"),
+        (related("b", "b"), "models.a.compatible_with: 'b' is named twice"),
+        (
+            related("b", device="long"),
+            "models.a.compatible_with: 'b' is on devices with block_tokens of 32, and this model with 64",
+        ),
+        (
+            related("b", pipeline_stages=2, stage_devices=["cpu0", "cpu1"]),
+            "models.a.compatible_with: 'b': 'a' has pipeline_stages; its KV lies in parts",
         ),
         (staged(stage_devices=["cpu0"]), "models.a.stage_devices: 1 entries for 2 pipeline_stages; one for each"),
         (staged(stage_devices=["cpu0", "cpu0"]), "models.a.stage_devices: 'cpu0' is used twice"),

@@ -48,7 +48,7 @@ class FakeReplica:
         self.num_cached_tokens = 4
         self.waiting_tokens = self.parked_tokens = 0
         #: Of those, what it says has come from the other pool, if it was told of one.
-        self.num_copied_tokens = 0
+        self.num_copied_tokens = self.num_converted_tokens = 0
         self.drop_next_delta = False
         #: Answers a request with this error instead of tokens.
         self.error: dict[str, Any] | None = None
@@ -220,6 +220,7 @@ class FakeReplica:
             token_ids=(token,), text=chr(token), logprobs=logprobs, finish_reason=reason,
             num_cached_tokens=self.num_cached_tokens if is_first else None,
             num_copied_tokens=self.num_copied_tokens if is_first and request.kv_source is not None else 0,
+            num_converted_tokens=self.num_converted_tokens if is_first and request.kv_source is not None else 0,
         )  # fmt: skip
 
     def kill(self) -> None:

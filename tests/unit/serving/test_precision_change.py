@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from tests.unit.serving.test_router import job
 
+from remora.cache_actors.pool_messages import KVFormats
 from remora.cache_actors.pool_settings import PoolSettings
 from remora.deployments import namespace_formats
+from remora.deployments.models.kv_identity import KVIdentity
 from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.precision_change import change_precision
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
@@ -122,14 +124,15 @@ class Replica:
             geometry=geometry,
             fingerprint=b"own",
             in_precision=in_precision,
+            kv_identity=KVIdentity(model="m", geometry=geometry, weights_id="w", tokenizer_id="t"),
             decoder=SimpleNamespace(check_geometry=lambda geometry: None),
         )
         lease: Any = self.lease
         config: Any = None
         self.formats = NamespaceFormats(model, config, lease, [CHAT, TEAM], ask=self._ask, state_dir=Path("nowhere"))
 
-    async def _ask(self) -> dict[NamespaceId, KVPrecision | None]:
-        return dict(self.precisions)
+    async def _ask(self) -> KVFormats:
+        return KVFormats(dict(self.precisions), ())
 
 
 async def test_a_replica_starts_with_what_the_pool_says_and_attaches_each_precision_once(
@@ -141,6 +144,9 @@ async def test_a_replica_starts_with_what_the_pool_says_and_attaches_each_precis
     cards = replica.formats.cards()
     assert {name: card.fingerprint for name, card in cards.items()} == {CHAT: b"int8/int8", TEAM: b"own"}
     assert cards[CHAT].block_bytes < cards[TEAM].block_bytes
+    for each in cards.values():
+        assert {taken.kind for taken in each.takes} == {"converted"}
+        assert len(each.takes) == 24, "every other precision of K and V"
     replica.precisions[TEAM] = INT8
     await replica.formats.refresh()
     assert replica.lease.added == [INT8]

@@ -136,7 +136,8 @@ async def test_what_another_router_says_of_a_move_arrives_as_it_was_said(cluster
         def stream_of(self, _session_id: str) -> object:
             return object()
 
-    moved = Moved(source=None, replica=ReplicaId("b"), tokens=TokenCounts(shared=3), pause_s=0.1, took_s=0.2)
+    tokens = TokenCounts(shared=3, copied=2)
+    moved = Moved(source=None, replica=ReplicaId("b"), tokens=tokens, ranges=tokens.ranges(), pause_s=0.1, took_s=0.2)
     Core.moves.outcome = moved
     assert decode_moves([nothing, await move_encoded(Core(), "s", "b")]) == moved  # type: ignore[arg-type]
     Core.moves.outcome = Conflict("not now", field="to")
