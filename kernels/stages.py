@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from remora.kernels.base import DecoderShape, Weights
+from remora.kernels.base import Decoder, DecoderShape, StageDecoder, Weights
 from remora.namespaces.geometry import KVGeometry
+from remora.platform.base.errors import KernelError
 
 if TYPE_CHECKING:
     import torch
@@ -104,3 +105,11 @@ def _name_in_stage(name: str, part: StagePart) -> str | None:
     _, number, kind = name.split(".")
     layer = int(number) - part.first_layer
     return f"layers.{layer}.{kind}" if 0 <= layer < part.num_layers else None
+
+
+def stage_decoder(decoder: Decoder) -> StageDecoder:
+    """The decoder as a stage. Raises KernelError for one that computes whole models only."""
+    if not hasattr(decoder, "forward_stage"):
+        raise KernelError(f"{decoder.name} computes whole models, no stages of a pipeline")
+    stage: StageDecoder = decoder  # type: ignore[assignment]
+    return stage

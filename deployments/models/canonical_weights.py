@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -90,8 +90,10 @@ class CanonicalWeights(Mapping[str, "torch.Tensor | GroupedTensor"]):
     def __len__(self) -> int:
         return len(self._map) + 1
 
-    def num_bytes(self) -> int:
-        """Memory that the weights take once loaded in their precision."""
+    def num_bytes(self, only: Iterable[str] | None = None) -> int:
+        """Memory that the weights take once loaded in their precision; `only` some of them, each as a matrix once."""
+        if only is not None:
+            return math.ceil(sum(self._bytes_of(name, self._map[name]) for name in only if name in self._map))
         total = sum(self._bytes_of(name, weight) for name, weight in self._map.items())
         if "lm_head" not in self._map:
             # The tied head is packed for products beside the embedding, whose rows are looked up.

@@ -24,13 +24,14 @@ from remora.deployments.models.model_spec import ModelSpec, served_context_len
 from remora.deployments.models.source import resolve_source
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.kernels.base import Decoder, DecoderShape, Weights
+from remora.kernels.stages import StagePart, StageWeights
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup, Precision
 from remora.namespaces.hashing import kv_fingerprint
 from remora.platform.base.errors import ModelError
 from remora.platform.base.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from remora.deployments.models.canonical_weights import TensorSource
+    from remora.deployments.models.canonical_weights import CanonicalWeights, TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +116,13 @@ def load_model(
     num_threads: int | None = None,
     progress: Progress | None = None,
     make_decoder: MakeDecoder | None = None,
+    part: StagePart | None = None,
 ) -> LoadedModel:
     """Reads, checks and packs a model; needs little more memory than the packed weights.
 
     `num_threads`: default: the cores of this process; `progress` is told a line now and then (default: the log);
-    `make_decoder`: default kernels/registry.py's. Raises ModelError for what cannot be served right, and for a model
+    `make_decoder`: default kernels/registry.py's; `part`: a stage of the model, with the weights and the KV geometry of
+    its layers only (default: the whole model). Raises ModelError for what cannot be served right, and for a model
     larger than the memory that is available, before any weight is read.
     """
     say: Progress = progress or (lambda line: logger.info("model %s: %s", model.name, line))
@@ -129,6 +132,7 @@ def load_model(
         num_threads=num_threads or len(os.sched_getaffinity(0)),
         say=say,
         make_decoder=make_decoder,
+        part=part if part is not None and not part.is_whole else None,
     )
     return loader.load()
 
@@ -174,6 +178,7 @@ class _Loader:
     num_threads: int
     say: Progress
     make_decoder: MakeDecoder | None
+    part: StagePart | None = None
 
     def load(self) -> LoadedModel:
         files = resolve_source(self.model)
@@ -232,24 +237,24 @@ class _Loader:
 
     def _native_weights_id(self, native: _Native) -> str:
         # Rope is in the geometry, as text: its frequencies may differ in the last bit between processors.
-        return _weights_id(self._hash(native.files), json.dumps(dataclasses.asdict(native.spec.shape), sort_keys=True))
+        maths = json.dumps(dataclasses.asdict(native.spec.shape), sort_keys=True)
+        return _weights_id(self._hash(native.files), maths if self.part is None else maths + str(self.part))
 
     def _own(self, native: _Native) -> LoadedModel:
         from remora.deployments.models.canonical_weights import CanonicalWeights
 
         spec = native.spec
-        weights = CanonicalWeights(spec, native.source, self.say)
-        needed_bytes = weights.num_bytes()
+        canonical = CanonicalWeights(spec, native.source, self.say)
+        shape, geometry, weights, needed_bytes = self._part_of(spec, canonical)
         self._check_memory(needed_bytes)
         weights_id = self._native_weights_id(native)
-        geometry = self._geometry(spec)
         rope_inv_freq = np.asarray(spec.rope_inv_freq, np.float64).astype(np.float32)
         self.say(f"packing {needed_bytes // MiB} MiB of {self.model.weights} weights")
-        if weights.num_exact():
-            self.say(f"{weights.num_exact()} matrices are taken over from the file exactly")
+        if canonical.num_exact():
+            self.say(f"{canonical.num_exact()} matrices are taken over from the file exactly")
         return self._loaded(
-            decoder=self._make_decoder()(spec.shape, weights, geometry, num_threads=self.num_threads),
-            shape=spec.shape,
+            decoder=self._make_decoder()(shape, weights, geometry, num_threads=self.num_threads),
+            shape=shape,
             geometry=geometry,
             weights_id=weights_id,
             tokenizer=native.tokenizer,
@@ -259,6 +264,19 @@ class _Loader:
             rope_inv_freq=rope_inv_freq,
         )
 
+    def _part_of(self, spec: ModelSpec, canonical: CanonicalWeights) -> tuple[DecoderShape, KVGeometry, Weights, int]:
+        """Shape, KV geometry, weights and bytes of weights of what is to be loaded."""
+        geometry = self._geometry(spec)
+        if self.part is None:
+            return spec.shape, geometry, canonical, canonical.num_bytes()
+        try:
+            shape = self.part.shape_of(spec.shape)
+        except ValueError as error:
+            raise ModelError(f"model {self.model.name!r}: stage_layers: {error}.") from None
+        weights = StageWeights(canonical, self.part)
+        self.say(f"{self.part}, {shape.num_layers} layers")
+        return shape, self.part.geometry_of(geometry), weights, canonical.num_bytes(map(weights.source_of, weights))
+
     def _transformers(self, foreign: _Foreign) -> LoadedModel:
         from remora.deployments.models.hf_config import rope_text
         from remora.deployments.models.safetensors_weights import weight_files
@@ -267,6 +285,11 @@ class _Loader:
         from remora.deployments.models.transformers_probe import check_paged_logits
 
         model, (folder, config, context_len, tokenizer) = self.model, foreign
+        if self.part is not None:
+            raise ModelError(
+                f"model {model.name!r}: pipeline_stages: {config.model_type} runs through transformers, which cannot "
+                "be split into stages; leave pipeline_stages out."
+            )
         needed_bytes = transformers_bytes(folder, model)
         self._check_memory(needed_bytes)
         kind = str(config.model_type)

@@ -9,12 +9,13 @@ numbers `StageTables` knows; they travel with each micro-batch, so that a stage 
 
 How a pipeline is put together, by the replica:
 
-    stage 0    load_model(..., stage=StagePart(split, 0))                       LoadedModel of its layers
-    stage i    StageWorker.remote(config, model, StagePart(split, i)) (stage_worker.py)
+    split      stage_split(model, threads of each stage) (stage_split.py)  by hand, or by measured time
+    stage 0    load_model(..., part=StagePart(split=split, stage=0))              LoadedModel of its layers
+    stage i    StageWorker(config, model name, StagePart(split=split, stage=i), device) (stage_worker.py)
                load() -> StageCard ─► a lease for card.process on the stage's pool ─► attach(StageLease)
-    then       PipelineDecoder.connect(stage 0's decoder, workers, gate, tables, ...) makes the channels and starts the
-               workers' loops; the replica's model becomes the LoadedModel with this decoder, its engine an OpenGate
-    a stage    that is gone: StageLost from every call; `close()`, a new worker, `connect` again
+    then       connect_stages(stage 0's model, workers, cards, ...) (connect.py) makes the channels, starts the workers'
+               loops and gives the PipelineDecoder; the replica's model gets this decoder, its engine an OpenGate
+    a stage    that is gone: StageLost from every call; `close()`, a new worker, `connect_stages` again
 
 Shapes: T tokens of the step, S sequences, B table columns, R rows with logits, V vocabulary, H hidden size.
 """
@@ -162,8 +163,8 @@ class StageLease(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
 
 
-#: "shared_memory": a ring in /dev/shm, on one node. "actor_calls": Ray actor calls, arrays through the object store.
-TransportKind = Literal["shared_memory", "actor_calls"]
+#: "shared_memory": a ring in /dev/shm, on one node.
+TransportKind = Literal["shared_memory"]
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):
