@@ -128,6 +128,10 @@ class Branch(msgspec.Struct, kw_only=True, omit_defaults=True):
     index: int
     #: None: it is not kept.
     session_id: str | None
+    #: If it is another than the parent's.
+    model: str | None = None
+    #: From its end on: how the parent's tokens got to another model (session_models.transfer_document).
+    transfer: dict[str, object] | None = None
     #: From its end on.
     usage: Usage | None = None
     #: As error_document makes it, without its outer level.

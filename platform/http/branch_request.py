@@ -6,6 +6,7 @@ own instead. `messages` make them chats, `prompt` makes them text completions.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -86,6 +87,12 @@ class BranchRequest:
     session_id: SessionId | None
     keep: bool
     fields: ChatRequest | CompletionRequest
+    #: Fields that stand in the branch itself.
+    own: frozenset[str]
+
+    def named(self, error: RequestError) -> RequestError:
+        """The error, with its field named from the call's body."""
+        return _named(error, self.index, self.own)
 
 
 def cut_parent(parent: SessionState, num_tokens: int | None) -> SessionState:
@@ -116,14 +123,8 @@ def branch_requests(parent_id: SessionId, model: str, body: ForkBody) -> list[Br
         keep = body.keep if branch.keep is None else branch.keep
         # That it goes on from a session also says what it may not ask for, whatever it will be called.
         fields = {**shared, **own, "session_id": name or parent_id}
-        made.append(BranchRequest(index=index, session_id=name, keep=keep, fields=_parsed(kind, index, fields, own)))
-        if made[-1].fields.model != model:
-            message = f"model: a branch has the model of its session, {model!r}; other models are not served here yet."
-            raise (
-                _of_branch(index, InvalidRequest(message, field="model"))
-                if "model" in own
-                else InvalidRequest(message, field="model")
-            )
+        parsed = _parsed(kind, index, fields, own)
+        made.append(BranchRequest(index=index, session_id=name, keep=keep, fields=parsed, own=frozenset(own)))
     return made
 
 
@@ -136,7 +137,11 @@ def _parsed(
         found = invalid_request(error)
     except RequestError as error:
         found = error
-    raise _of_branch(index, found) if (found.field or "").partition(".")[0] in own else found
+    raise _named(found, index, own)
+
+
+def _named(error: RequestError, index: int, own: Collection[str]) -> RequestError:
+    return _of_branch(index, error) if (error.field or "").partition(".")[0] in own else error
 
 
 def _of_branch(index: int, error: RequestError) -> RequestError:

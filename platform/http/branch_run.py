@@ -21,10 +21,12 @@ from remora.namespaces.session_log import SessionState
 from remora.platform.base.errors import RemoraError
 from remora.platform.base.ids import SessionId
 from remora.platform.http.api_types import Branch, PromptTokensDetails, Usage
+from remora.platform.http.branch_logs import BranchLog, BranchLogs
 from remora.platform.http.branch_request import BranchRequest
 from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.generation import Generation
 from remora.platform.http.services import Services
+from remora.platform.http.session_models import transfer_document
 from remora.platform.http.session_prompt import SessionLog, TurnPrompt, chat_prompt, text_prompt
 from remora.platform.http.session_requests import new_session_id
 
@@ -32,11 +34,14 @@ from remora.platform.http.session_requests import new_session_id
 class BranchRun:
     """One branch: `prepare`, `start`, `next_deltas` until it has ended, and always `finish`."""
 
-    def __init__(self, services: Services, parent: SessionState, wanted: BranchRequest) -> None:
-        """`parent` with its tokens, up to where the branch leaves it."""
+    def __init__(self, services: Services, parent: SessionState, logs: BranchLogs, wanted: BranchRequest) -> None:
+        """`parent` with its tokens, up to where the branch leaves it; `logs` has it for the branch's model."""
         self._services = services
-        self._parent = parent
+        self._parent_model, self._num_parent_tokens = parent.model_id, parent.num_tokens
+        self._logs = logs
         self._wanted = wanted
+        #: What it goes on behind, as its model has it.
+        self.log = BranchLog(parent)
         self._fork: asyncio.Task[SessionHead] | None = None
         self._generation: Generation | None = None
         self._tokenizer: ChatTokenizer | None = None
@@ -56,12 +61,13 @@ class BranchRun:
             self._services, request, named, operation, response_id=response_id, parent=parent_span
         )
         self._tokenizer = tokenizer = await self._services.tokenizers.get(generation.model_id)
+        self.log = await self._logs.of(wanted)
         log: SessionLog | None
         if wanted.keep:
             await self._make_session()
             log = await generation.begin_turn()
         else:
-            log = generation.go_on_from(self._parent)
+            log = generation.go_on_from(self.log.state)
         assert log is not None
         if isinstance(fields, ChatRequest):
             generation.content.asked(fields.messages)
@@ -73,14 +79,16 @@ class BranchRun:
 
     async def _make_session(self) -> None:
         assert self.session_id is not None
-        catalog, parent = self._services.core.catalog, self._parent
+        catalog, parent = self._services.core.catalog, self.log.state
         namespace_id = catalog.find_namespace(catalog.find_model(parent.model_id), parent.namespace_id)
         command = ForkSession(
             session_id=parent.session_id,
             new_id=self.session_id,
             call_id=uuid.uuid4().hex,
-            num_tokens=parent.num_tokens,
+            num_tokens=self._num_parent_tokens,
             max_sessions=catalog.namespaces[namespace_id].max_sessions,
+            log=self.log.log,
+            owner=parent.owner,
         )
         # It runs to its end even if the client leaves, so that `finish` knows what there is to delete.
         self._fork = self._services.turns.spawn(ask(self._services.turns.port, command, SessionHead))
@@ -128,6 +136,11 @@ class BranchRun:
     # ---- what the answer says of it
 
     @property
+    def place(self) -> str:
+        """Equal for branches of one model and namespace."""
+        return f"{self._wanted.fields.model} {self._wanted.fields.namespace or ''}"
+
+    @property
     def tokenizer(self) -> ChatTokenizer:
         """Of a branch that was prepared."""
         assert self._tokenizer is not None
@@ -144,4 +157,12 @@ class BranchRun:
 
     def described(self, *, ended: bool, error: dict[str, str | None] | None = None) -> Branch:
         session_id = None if self.error is not None else self.session_id
-        return Branch(index=self.index, session_id=session_id, usage=self.usage() if ended else None, error=error)
+        moved = self.log.moved
+        return Branch(
+            index=self.index,
+            session_id=session_id,
+            model=None if self._wanted.fields.model == self._parent_model else self._wanted.fields.model,
+            transfer=transfer_document(moved) if ended and moved is not None else None,
+            usage=self.usage() if ended else None,
+            error=error,
+        )

@@ -24,8 +24,10 @@ from remora.platform.base.errors import RemoraError
 from remora.platform.base.ids import ModelId, RequestId
 from remora.platform.base.telemetry import fail, inject, start_span
 from remora.platform.http.api_types import PromptTokensDetails, Usage
+from remora.platform.http.branch_logs import BranchLogs
 from remora.platform.http.branch_request import BranchRequest, cut_parent
 from remora.platform.http.branch_run import BranchRun
+from remora.platform.http.caller import caller_of
 from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.disconnect import ClientGone
 from remora.platform.http.generation import new_response_id, response_headers
@@ -51,7 +53,8 @@ class Branches:
         wanted: Sequence[BranchRequest],
         num_tokens: int | None = None,
     ) -> None:
-        """`parent` with its tokens; `num_tokens`: how many of them the branches have. Raises InvalidRequest.
+        """`parent` with its tokens; `num_tokens`: how many of them the branches have. Raises InvalidRequest, and
+        NotFound for the model of a branch.
 
         Begins the request's span, whose parent the client may name.
         """
@@ -62,7 +65,10 @@ class Branches:
         first = wanted[0].fields
         self._operation = names.OPERATION_CHAT if isinstance(first, ChatRequest) else names.OPERATION_TEXT_COMPLETION
         self.id = new_response_id(self._operation)
-        self.runs = [BranchRun(services, parent, each) for each in wanted]
+        self._logs = BranchLogs(services, caller_of(request), parent)
+        for each in wanted:
+            self._logs.check(each)
+        self.runs = [BranchRun(services, parent, self._logs, each) for each in wanted]
         self._events: asyncio.Queue[BranchEvent] = asyncio.Queue()
         self._first: list[BranchEvent] = []
         self._num_running = len(self.runs)
@@ -87,9 +93,10 @@ class Branches:
     async def open(self) -> None:
         """Returns when a branch has said something. Raises the first branch's error when none of them runs."""
         span_headers = inject(self._span)
-        await asyncio.gather(*(self._prepare(run, span_headers) for run in self.runs))
-        await self._compute_common([run for run in self.runs if run.error is None])
-        self._tasks = [asyncio.create_task(self._run(run)) for run in self.runs]
+        models: dict[str, list[BranchRun]] = {}
+        for run in self.runs:
+            models.setdefault(run.place, []).append(run)
+        self._tasks = [asyncio.create_task(self._run_together(runs, span_headers)) for runs in models.values()]
         while self._num_running and not any(deltas for _, deltas in self._first):
             self._first += await self._take()
         if not self._num_running and all(run.error is not None for run in self.runs):
@@ -121,6 +128,15 @@ class Branches:
             logger.exception("branch %d of %s failed", run.index, self.id)
             run.finish(RemoraError(str(error)))
 
+    async def _run_together(self, runs: Sequence[BranchRun], span_headers: dict[str, str]) -> None:
+        """Branches of one model and namespace. Those of others do not wait for them."""
+        await asyncio.gather(*(self._prepare(run, span_headers) for run in runs))
+        try:
+            await self._compute_common([run for run in runs if run.error is None])
+        except Exception:  # each can compute it
+            logger.exception("what branches of %s share cannot be computed before", self.id)
+        await asyncio.gather(*(self._run(run) for run in runs))
+
     async def _prepare(self, run: BranchRun, span_headers: dict[str, str]) -> None:
         with self._ending_only(run):
             await run.prepare(self._request, self._operation, f"{self.id}-{run.index}", span_headers)
@@ -138,9 +154,11 @@ class Branches:
     async def _compute_common(self, runs: Sequence[BranchRun]) -> None:
         """Lets the parent's pool have the blocks that all prompts begin with, unless it has most of them: else each
         branch would compute them. What cannot be had now is computed by the branches."""
-        parent, core = self._parent, self._services.core
+        if len(runs) < 2:
+            return
+        parent, core = runs[0].log.state, self._services.core
         card = core.fleet.known_card(parent.model_id)
-        if len(runs) < 2 or card is None or parent.edits or parent.pending or parent.context.overflow == "roll":
+        if card is None or parent.edits or parent.pending or parent.context.overflow == "roll":
             return
         common = _common_prefix([run.prompt for run in runs])[: card.max_model_len - 1]
         fingerprint = card.of(parent.namespace_id).fingerprint
@@ -198,6 +216,7 @@ class Branches:
         if self._ended:
             return
         self._ended = True
+        self._logs.stop()
         for task in self._tasks:
             task.cancel()
         for run in self.runs:

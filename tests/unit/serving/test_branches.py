@@ -212,7 +212,6 @@ async def test_prompts_make_text_completions_from_the_first_tokens_of_the_log(
         ({**ASK, "branches": [{"keep": 1}]}, "branches.0.keep"),
         ({**ASK, "branches": [{"session_id": "a b"}]}, "branches.0.session_id"),
         ({**ASK, "branches": [{"session_id": "x"}, {"session_id": "x"}]}, "branches.1.session_id"),
-        ({**ASK, "branches": [{}, {"model": "other"}]}, "branches.1.model"),
         ({**ASK, "branches": [{}], "id": "x"}, "id"),
         ({**ASK, "branches": [{}], "num_tokens": 1000}, "num_tokens"),
         ({**ASK, "branches": [{}], "stream_options": {"include_usage": True}}, "stream_options"),
@@ -235,6 +234,20 @@ async def test_branches_of_a_session_whose_namespace_is_gone_say_so(
     monkeypatch.setitem(catalog.namespaces_of, "tiny", tuple(set(catalog.namespaces_of["tiny"]) - {"chat"}))
     answer = await post(http, FORK, {**ASK, "branches": [{}, {"keep": False}]}, status=404)
     assert answer["error"]["param"] == "namespace"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"branches": [{}, {"model": "none"}]}, "branches.1.model"),
+        ({"branches": [{}, {"model": "other", "namespace": "chat"}]}, "branches.1.namespace"),
+        ({"model": "none", "branches": [{}]}, "model"),
+    ],
+)
+async def test_models_of_branches_that_do_not_exist_are_named(http: Any, parent: str, body: Any, param: str) -> None:
+    error = (await post(http, FORK, {**ASK, **body}, status=404))["error"]
+    assert error["param"] == param, error
+    assert set(await sessions(http)) == {"s"}
 
 
 async def test_branches_of_a_missing_session_are_not_found(http: Any) -> None:

@@ -168,3 +168,45 @@ async def test_kv_that_was_taken_over_is_not_taken_over_again(world: World) -> N
         (20, await world.length(), "recomputed"),
     ]
     assert await world.edits() == [], "it is back behind its own KV"
+
+
+ASK = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 3}
+
+
+async def test_branches_of_other_models_share_what_can_be_shared_and_answer_in_one_call(world: World) -> None:
+    await world.takes(ADOPTED)
+    world.has(chat={"pool-a": 5}, other={})
+    world.other.num_cached_tokens = world.other.num_copied_tokens = 20
+    length = await world.length()
+    branches = [{"seed": 1}, {"model": "other", "seed": 2, "session_id": "o"}, {"model": "other", "keep": False}]
+    response = await world.http.post("/v1/sessions/s/fork", json={**ASK, "branches": branches})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+    first, second, third = answer["branches"]
+    assert "model" not in first
+    assert "transfer" not in first
+    assert (second["model"], second["session_id"], third["session_id"]) == ("other", "o", None)
+    assert second["transfer"] == third["transfer"], "the log was brought once for both"
+    assert [tuple(each.values()) for each in second["transfer"]["ranges"]] == [
+        (0, 20, "copied", "tiny"),
+        (20, length, "recomputed"),
+    ]
+    brought, *asked = world.other.submitted
+    assert brought.kv_source.other is not None
+    assert len(asked) == 2, "what was taken over is there: nothing more is computed before"
+    assert all(each.context.edits == taken(ADOPTED, 0, 20) for each in asked)
+    assert {each.session_id for each in asked} == {"o", None}
+    made = (await world.http.get("/v1/sessions/o")).json()
+    assert (made["model"], made["parent"], made["num_turns"]) == ("other", "s", 2)
+    assert [each["kind"] for each in made["edits"]] == ["adopted", "recomputed"]
+    assert (await world.http.get("/v1/sessions/s")).json()["model"] == "tiny"
+
+
+async def test_a_branch_whose_model_is_not_there_ends_no_other_and_keeps_none_waiting(world: World) -> None:
+    world.server.cluster.publish(draining=("b",))
+    body = {**ASK, "branches": [{"model": "other"}, {"session_id": "good"}]}
+    answer = (await world.http.post("/v1/sessions/s/fork", json=body)).json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["error", "length"]
+    assert answer["branches"][0]["error"]["code"] == "unavailable"
+    assert [each["session_id"] for each in answer["branches"]] == [None, "good"]
