@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
 from remora.cache_actors.arena import MappedArena
 from remora.cache_actors.arena_header import MAX_LEASES
 from remora.cache_actors.arena_place import PlacedArena, find_arena, make_arena, remove_arena
@@ -20,9 +22,10 @@ from remora.cache_actors.journal_file import JournalFile, JournalLog, read_journ
 from remora.cache_actors.memory_budget import available_memory_bytes
 from remora.cache_actors.pool_settings import PoolSettings
 from remora.cache_actors.stale_files import journal_path
+from remora.kernels.reencoder import HostMemory, reencode_blocks
 from remora.namespaces.chains import Chain, Link
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent, Refused, SetQuota
-from remora.namespaces.effects import CopyBlocks, Effect, SetGeneration, ZeroBlocks
+from remora.namespaces.effects import CopyBlocks, Effect, ReencodeBlocks, SetGeneration, ZeroBlocks
 from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hold_commands import Held
 from remora.namespaces.pool import PoolState, PoolStateConfig
@@ -235,6 +238,10 @@ class DurablePool:
                 case CopyBlocks(block_bytes=size, pairs=pairs):
                     for source, target in pairs:
                         self.arena.copy(source * size, target * size, size)
+                case ReencodeBlocks(source=source_geometry, target=target_geometry, pairs=pairs):
+                    places = np.array(pairs, np.int32).T.copy()
+                    memories = [HostMemory(self.arena.data, each) for each in (source_geometry, target_geometry)]
+                    reencode_blocks(memories[0], memories[1], *places)
                 case SetGeneration(lease_slot=slot, value=value) if with_words:
                     self.arena.header.set_generation(slot, value)
             self.arena.header.effect_step = number + 1

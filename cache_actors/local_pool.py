@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from remora.cache_actors.block_exports import as_held, copy_blocks
 from remora.cache_actors.local_delivery import Delivery, Lane
 from remora.cache_actors.port import EngineCommand, LoadPath, OnAnswer, OnEvent
-from remora.kernels.reencoder import HostMemory
+from remora.kernels.reencoder import HostMemory, reencode_blocks
 from remora.namespaces.commands import (
     AddFormat,
     AnyAnswer,
@@ -36,7 +36,7 @@ from remora.namespaces.commands import (
     SetQuota,
     Tick,
 )
-from remora.namespaces.effects import CopyBlocks, SetGeneration, ZeroBlocks
+from remora.namespaces.effects import CopyBlocks, ReencodeBlocks, SetGeneration, ZeroBlocks
 from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hold_commands import Held, Hold, Unhold
 from remora.namespaces.pool import PoolState, PoolStateConfig
@@ -151,6 +151,9 @@ class LocalDevice:
                             self.data[target * size : (target + 1) * size] = self.data[
                                 source * size : (source + 1) * size
                             ]
+                    case ReencodeBlocks(source=geometry, target=other, pairs=pairs):
+                        places = np.array(pairs, np.int32).T.copy()
+                        reencode_blocks(HostMemory(self.data, geometry), HostMemory(self.data, other), *places)
                     case SetGeneration(lease_slot=slot, value=value):
                         self._generations[slot] = value
             return answer

@@ -33,7 +33,7 @@ from remora.cache_actors.pool_messages import (
 )
 from remora.cache_actors.pool_replication import PoolReplication
 from remora.cache_actors.pool_settings import POOL_LEASE, PoolSettings
-from remora.cache_actors.pool_upkeep import compact
+from remora.cache_actors.pool_upkeep import compact, quantise
 from remora.cache_actors.process_watch import ProcessWatch
 from remora.cache_actors.stale_files import step_lock_path
 from remora.namespaces.commands import (
@@ -52,9 +52,10 @@ from remora.namespaces.commands import (
     Trim,
 )
 from remora.namespaces.hold_commands import Held, Hold, Unhold
+from remora.namespaces.quantise_commands import Quantise
 from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
-from remora.platform.base.errors import IntegrityError, StaleLease
+from remora.platform.base.errors import IntegrityError, InvalidRequest, StaleLease
 from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId, SessionId
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,13 @@ class PoolActor:
         """Moves the blocks of the namespace's geometry together, round by round. Compacted, or Refused."""
         return await compact(self._commit, namespace_id)
 
+    async def quantise(self, data: bytes) -> AnyAnswer:
+        """Does rounds of a Quantise command, others' calls in between. Quantised, or Refused, as always on a GPU."""
+        if self._settings.device.kind != "cpu":
+            message = "blocks in the memory of a GPU are not re-encoded yet: trim the namespace instead"
+            return Refused(error=InvalidRequest.__name__, message=message)
+        return await quantise(self._commit, msgspec.msgpack.decode(data, type=Quantise))
+
     async def end_sessions(self, session_ids: list[SessionId]) -> None:
         """These sessions are over: what only they had cached goes before anything else."""
         self._commit([EndSession(lease_id=POOL_LEASE, session_id=session_id) for session_id in session_ids])
@@ -235,7 +243,7 @@ class PoolActor:
     def _apply(self, lease_id: LeaseId, commands: list[AnyCommand]) -> list[AnyAnswer]:
         for command in commands:
             if command.lease_id != lease_id or isinstance(
-                command, LeaseLost | SetQuota | EndSession | Tick | Compact | Trim | Hold | Unhold
+                command, LeaseLost | SetQuota | EndSession | Tick | Compact | Trim | Quantise | Hold | Unhold
             ):
                 return [Refused(error=StaleLease.__name__, message="not a command of this lease")] * len(commands)
         answers: list[AnyAnswer] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from remora.namespaces.effects import CopyBlocks, Effect, ZeroBlocks
+from remora.namespaces.effects import CopyBlocks, Effect, ReencodeBlocks, ZeroBlocks
 from remora.namespaces.eviction import make_policy
 from remora.namespaces.extents import Extent, GeometrySpace
 from remora.namespaces.prefix_index import PrefixIndex, Realm
@@ -21,13 +21,14 @@ from remora.namespaces.quotas import Holding, Namespace, QuotaBook
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import BlockHash
 
-EvictionCause = Literal["limit", "own", "borrowed", "extent", "quota", "cleared"]
+EvictionCause = Literal["limit", "own", "borrowed", "extent", "quota", "cleared", "quantized"]
 """Why a cached block went:
 
 limit          its namespace reached its own limit          own    its namespace needed the memory itself
 borrowed       it was borrowed and another had a better claim
 extent         its extent went to another geometry          quota  the quota was lowered
 cleared        somebody asked for it to be forgotten
+quantized      it was re-encoded into another precision
 """
 
 
@@ -148,6 +149,10 @@ class BlockLedger:
             self.effects.append(
                 CopyBlocks(geometry_id=space.geometry_id, block_bytes=space.block_bytes, pairs=tuple(pairs))
             )
+
+    def reencode(self, source: GeometrySpace, target: GeometrySpace, pairs: list[tuple[int, int]]) -> None:
+        """Has blocks written in another precision, (from, to) in the block indices of each."""
+        self.effects.append(ReencodeBlocks(source=source.geometry, target=target.geometry, pairs=tuple(pairs)))
 
     def retire(self, tail: Block) -> None:
         """A session that ended with this block is over: what nobody else uses or continues is not expected back."""

@@ -23,6 +23,7 @@ from remora.namespaces.command_base import Answer, Command
 from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hold_commands import Held, Hold, Unheld, Unhold
 from remora.namespaces.kept_chains import KeptChain, KeptMatch
+from remora.namespaces.quantise_commands import Quantise, Quantised
 from remora.namespaces.sequence_commands import SequenceAnswer, SequenceCommand
 from remora.platform.base import errors
 from remora.platform.base.ids import (
@@ -335,13 +336,14 @@ AnyCommand = (
     | Tick
     | Compact
     | Trim
+    | Quantise
     | Hold
     | Unhold
     | SequenceCommand
 )
 AnyAnswer = (
     Attached | AttachRefused | FormatAdded | Admitted | Wait | OverQuota | Extended | Published | Released | Detached
-    | QuotaSet | Compacted | Trimmed | Held | Unheld | Done | Refused | SequenceAnswer
+    | QuotaSet | Compacted | Trimmed | Quantised | Held | Unheld | Done | Refused | SequenceAnswer
 )  # fmt: skip
 
 

@@ -46,6 +46,8 @@ from remora.namespaces.hold_commands import Held, Hold, Unheld, Unhold
 from remora.namespaces.leases import Lease
 from remora.namespaces.membership import Membership
 from remora.namespaces.pool_parts import PoolParts, PoolStateConfig
+from remora.namespaces.quantisation import Quantisation
+from remora.namespaces.quantise_commands import Quantise
 from remora.namespaces.report import LeaseReport, PoolReport, count_blocks, describe_leases, describe_pool
 from remora.namespaces.sequence_commands import SequenceCommand
 from remora.namespaces.sequence_edits import SequenceEdits
@@ -72,6 +74,7 @@ class PoolState:
         self._growth = Growth(parts)
         self._membership = Membership(parts, self._admission)
         self._compaction = Compaction(parts, self._admission)
+        self._quantisation = Quantisation(parts, self._admission)
         self._edits = SequenceEdits(parts, self._admission)
 
     @property
@@ -95,6 +98,8 @@ class PoolState:
                 return self._compaction.compact(command, now_s)
             case Trim():
                 return self._compaction.trim(command, now_s)
+            case Quantise():
+                return self._quantisation.quantise(command, now_s)
             case Hold():
                 held = self._parts.hold(command)
                 self._admission.pump(now_s)  # other holds may have run out

@@ -32,6 +32,7 @@ from remora.namespaces.effects import Effect
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root, kv_fingerprint, sharing_domain
 from remora.namespaces.journal import encode_record, read_journal
+from remora.namespaces.kept_chains import KeptChain
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.ids import (
@@ -239,6 +240,7 @@ class Replica:
         deadline_s: float | None = None,
         hashes: list[BlockHash] | None = None,
         kv_precision: KVPrecision | None = None,
+        kept: tuple[KeptChain, ...] = (),
     ) -> Any:
         """Asks for the prompt's blocks and `more_blocks`."""
         num_blocks = -(-len(tokens) // self.geometry.block_tokens) + more_blocks
@@ -255,6 +257,7 @@ class Replica:
             priority=priority,
             deadline_s=deadline_s,
             geometry_id=None if kv_precision is None else self.formats[kv_precision][0],
+            kept=kept,
         )
 
     def run(self, name: str, namespace: str, tokens: list[int], **options: Any) -> Admitted:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from pool_driver import BLOCK_BYTES, BLOCK_TOKENS
-from pool_world import FINGERPRINTS, SPECS, PoolWorld, units
+from pool_world import FINGERPRINTS, GEOMETRIES, SPECS, WIDE, Client, PoolWorld, units
 
 from remora.namespaces.commands import (
+    Admitted,
     Compact,
     Compacted,
     Done,
     Extend,
     ExtendItem,
     Publish,
+    Published,
+    QuotaSet,
     Refused,
     Release,
     Relocated,
@@ -23,6 +26,7 @@ from remora.namespaces.commands import (
 )
 from remora.namespaces.hashing import chain_hashes
 from remora.namespaces.hold_commands import Held, Hold, Unheld, Unhold
+from remora.namespaces.quantise_commands import KVFormat, Quantise, Quantised
 from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId
 
 CRASH = st.sampled_from(["", "", "", "", "", "", "whole", "torn"])
@@ -75,6 +79,69 @@ class PoolRules(PoolWorld):
     def trim(self, name: str, target_blocks: int, crash: str) -> None:
         command = Trim(lease_id=LeaseId(""), namespace_id=NamespaceId(name), target_bytes=target_blocks * BLOCK_BYTES)
         assert isinstance(self.apply(command, crash), Trimmed)
+
+    @rule(
+        pick=PICK, name=st.sampled_from(["group-b", "group-wide"]), family=st.integers(0, 3),
+        length=st.integers(5, 60), num_blocks=st.integers(1, 30), crash=CRASH,
+    )  # fmt: skip
+    @precondition(lambda self: any(c.model == "m1" for c in self.clients))
+    def change_precision(self, pick: int, name: str, family: int, length: int, num_blocks: int, crash: str) -> None:
+        """A session has a turn, its namespace (one without a guarantee) gets the other precision, what it cached is
+        re-encoded, and it has another turn."""
+        spec = self.specs[name]
+        if spec.guaranteed:
+            return
+        able = [client for client in self.clients if client.model == "m1"]
+        self.take_turn(able[pick % len(able)], name, self.tokens_of(family, 0, length), crash)
+        spec.kv_precision = None if spec.kv_precision else WIDE.kv_precision
+        assert isinstance(self.set_quota(name, crash), QuotaSet)
+        self.quantise(name, num_blocks, crash)
+        self.take_turn(able[pick % len(able)], name, self.tokens_of(family, 0, length + 9), crash)
+
+    @rule(name=st.sampled_from(["group-b", "group-wide"]), num_blocks=st.integers(1, 30), crash=CRASH)
+    @precondition(lambda self: any(c.model == "m1" for c in self.clients))
+    def quantise(self, name: str, num_blocks: int, crash: str) -> None:
+        spec = self.specs[name]
+        other = GEOMETRIES["m1"] if spec.kv_precision else WIDE
+        source, target = (
+            KVFormat(geometry=each, fingerprint=FINGERPRINTS[each.geometry_id]) for each in (other, spec.geometry)
+        )
+        command = Quantise(
+            lease_id=LeaseId(""), namespace_id=NamespaceId(name), target=target, sources=(source,),
+            max_bytes=num_blocks * BLOCK_BYTES,
+        )  # fmt: skip
+        answer = self.apply(command, crash)
+        assert isinstance(answer, Quantised), answer
+        self.counts["converted"] += bool(answer.num_converted_blocks)
+
+    def take_turn(self, client: Client, name: str, tokens: list[int], crash: str) -> None:
+        """Admits, publishes and ends a sequence whose tokens a session had, if there is memory for it now."""
+        self.next_id += 1
+        sequence_id = f"s{self.next_id}"
+        self.prompts[sequence_id] = tokens
+        num_blocks = -(-len(tokens) // BLOCK_TOKENS)
+        answer = self.call_admit(
+            client,
+            crash,
+            sequence_id=sequence_id,
+            namespace_id=name,
+            geometry_id=self.specs[name].geometry.geometry_id,
+            hashes=tuple(chain_hashes(self.root(name), tokens, BLOCK_TOKENS)),
+            kept=self.kept_chains(name, tokens),
+            num_tokens=len(tokens),
+            num_blocks=num_blocks,
+            max_blocks=num_blocks,
+            deadline_s=self.now_s,
+        )
+        if isinstance(answer, Admitted):
+            running = client.running[sequence_id]
+            seals = tuple(
+                Seal(sequence_id=sequence_id, position=position, block_hash=running.hashes[position])
+                for position in range(running.num_published, len(tokens) // BLOCK_TOKENS)
+            )
+            assert isinstance(self.call(client, Publish, crash, seals=seals), Published)
+            running.num_published = len(tokens) // BLOCK_TOKENS
+            self.release_names(client, [sequence_id], crash)
 
     @rule(pick=PICK, crash=CRASH)
     @precondition(lambda self: any(c.relocations for c in self.clients))

@@ -30,11 +30,20 @@ from remora.namespaces.commands import (
     Tick,
     Wait,
 )
-from remora.namespaces.effects import CopyBlocks, Effect, ZeroBlocks
+from remora.namespaces.effects import CopyBlocks, Effect, ReencodeBlocks, ZeroBlocks
 from remora.namespaces.geometry import KVGeometry, KVPrecision
-from remora.namespaces.hashing import chain_root, kv_fingerprint, next_hash, sharing_domain
+from remora.namespaces.hashing import (
+    chain_hashes,
+    chain_root,
+    converted_hash,
+    following_hash,
+    kv_fingerprint,
+    next_hash,
+    sharing_domain,
+)
 from remora.namespaces.hold_commands import MAX_HOLD_S
 from remora.namespaces.journal import encode_record, read_journal
+from remora.namespaces.kept_chains import KeptChain
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.sequence_commands import Edited, NoRoom, SequenceCopy, SequenceRemove, SequenceShift
 from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
@@ -45,6 +54,7 @@ DATA_BYTES = NUM_EXTENTS * EXTENT_BYTES
 GEOMETRIES = {"m1": small_geometry(1), "m2": small_geometry(2), "m3": small_geometry(4)}
 #: Another precision of m1, for one namespace.
 WIDE = GEOMETRIES["m1"].with_precision(("fp32", "fp32"))
+BY_ID = {geometry.geometry_id: geometry for geometry in (*GEOMETRIES.values(), WIDE)}
 FINGERPRINTS = {
     geometry.geometry_id: kv_fingerprint(geometry, model, "t")
     for model, geometry in (*GEOMETRIES.items(), ("m1", WIDE))
@@ -133,6 +143,8 @@ class PoolWorld(CountedMachine):
         self.shadow: list[tuple[str, object] | None] = [None] * (DATA_BYTES // BLOCK_BYTES)
         self.clients: list[Client] = []
         self.prompts: dict[str, list[int]] = {}
+        #: What lies in a block under the name of a converted one: a mark, and what it was converted from.
+        self.converted: dict[BlockHash, object] = {}
         self.epochs: dict[str, int] = {}
         self.next_id = 0
         #: Of readers: until when they hold, and what they found where.
@@ -187,6 +199,14 @@ class PoolWorld(CountedMachine):
                     for old, new in zip(*(units(block, effect.block_bytes) for block in pair), strict=True):
                         self.shadow[new] = self.shadow[old]
 
+            elif isinstance(effect, ReencodeBlocks):
+                assert effect.source != effect.target
+                for source, target in effect.pairs:
+                    domain, (name, part) = self.shadow[units(source, effect.source.block_bytes)[0]]
+                    assert part == 0
+                    for number, unit in enumerate(units(target, effect.target.block_bytes)):
+                        self.shadow[unit] = (domain, (("converted", name), number))
+
     def switch(self, client: Client) -> None:
         """Does what it was told about blocks that moved, as a replica does before it says anything more."""
         for event in client.relocations:
@@ -236,15 +256,33 @@ class PoolWorld(CountedMachine):
         assert len(admitted.blocks) == admit.num_blocks
         assert len(set(admitted.blocks)) == len(admitted.blocks)
         assert admitted.num_cached_blocks * BLOCK_TOKENS < admit.num_tokens
-        running = Running(
-            admit, list(admitted.blocks), tokens, list(admit.hashes), num_published=admitted.num_cached_blocks
-        )
+        hashes = self.names_of(admit, admitted)
+        running = Running(admit, list(admitted.blocks), tokens, hashes, num_published=admitted.num_cached_blocks)
         domain = spec.domain(admit.namespace_id)
         for position in range(admitted.num_cached_blocks):
             for part, unit in enumerate(self.units_of(running, admitted.blocks[position])):
-                assert self.shadow[unit] == (domain, (admit.hashes[position], part)), "a hit that holds something else"
+                content = self.converted.get(hashes[position], hashes[position])
+                assert self.shadow[unit] == (domain, (content, part)), "a hit that holds something else"
         self.write(client, running, admitted.blocks[admitted.num_cached_blocks :], admitted.num_cached_blocks)
         client.running[admit.sequence_id] = running
+
+    def names_of(self, admit: Admit, admitted: Admitted) -> list[BlockHash]:
+        """Of the prompt's full blocks: plain ones, or from some block on those that were converted, then what is
+        computed behind them."""
+        match, num_cached = admitted.kept, admitted.num_cached_blocks
+        if match is None or not match.stem:
+            return list(admit.hashes)
+        assert match.num_plain + len(match.hashes) == num_cached
+        self.counts["converted hits"] += 1
+        names = [*admit.hashes[: match.num_plain], *match.hashes]
+        for position in range(match.num_plain, num_cached):
+            parent = names[position - 1] if position else None
+            for chain in admit.kept:
+                if position < len(chain.hashes):
+                    source = chain.hashes[position]
+                    name = converted_hash(parent, source, chain.fingerprint, FINGERPRINTS[admit.geometry_id])
+                    self.converted[name] = ("converted", source)
+        return names + [following_hash(each, match.stem) for each in admit.hashes[num_cached:]]
 
     def write(self, client: Client, running: Running, blocks: tuple[int, ...], first_position: int) -> None:
         """Fills granted blocks; what lay there was empty or of the same sharing domain, and nobody's."""
@@ -269,13 +307,23 @@ class PoolWorld(CountedMachine):
                 self.shadow[unit] = (domain, (running.hashes[position], part))
 
     def units_of(self, running: Running, block: int) -> range:
-        return units(block, self.specs[running.admit.namespace_id].geometry.block_bytes)
+        return units(block, BY_ID[running.admit.geometry_id].block_bytes)
 
     @staticmethod
     def tokens_of(family: int, branch: int, length: int) -> list[int]:
         """A prompt; those of a family begin alike."""
         tokens = [family * 1000 + i for i in range(length // 2)]
         return tokens + [family * 1000 + branch * 100 + i for i in range(length - length // 2)]
+
+    def kept_chains(self, namespace: str, tokens: list[int]) -> tuple[KeptChain, ...]:
+        """The tokens in the other precision, if the model has one."""
+        spec = self.specs[namespace]
+        if spec.model != "m1" or len(tokens) < BLOCK_TOKENS:
+            return ()
+        other = WIDE if spec.geometry != WIDE else GEOMETRIES["m1"]
+        fingerprint = FINGERPRINTS[other.geometry_id]
+        hashes = chain_hashes(chain_root(fingerprint, spec.domain(namespace)), tokens, BLOCK_TOKENS)
+        return (KeptChain(fingerprint=fingerprint, hashes=tuple(hashes)),)
 
     def root(self, namespace: str) -> BlockHash:
         spec = self.specs[namespace]

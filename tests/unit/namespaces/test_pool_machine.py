@@ -92,11 +92,12 @@ class PoolMachine(PoolRules):
         crash=CRASH,
         wait_s=st.none() | st.floats(-1, 20),
         priority=st.integers(-1, 1),
+        kept=st.integers(0, 90),
     )
     @precondition(lambda self: self.clients)
     def admit(
         self, pick: int, name: int, family: int, branch: int, length: int, more: int, session: int, crash: str,
-        wait_s: float | None, priority: int,
+        wait_s: float | None, priority: int, kept: int,
     ) -> None:  # fmt: skip
         client = self.clients[pick % len(self.clients)]
         names = [n for n, spec in self.specs.items() if spec.model == client.model]
@@ -115,6 +116,7 @@ class PoolMachine(PoolRules):
             namespace_id=namespace,
             geometry_id=self.specs[namespace].geometry.geometry_id,
             hashes=tuple(chain_hashes(self.root(namespace), tokens, BLOCK_TOKENS)),
+            kept=self.kept_chains(namespace, tokens[:kept]),
             num_tokens=length,
             num_blocks=num_blocks,
             max_blocks=num_blocks + more,
@@ -293,6 +295,7 @@ class PoolMachine(PoolRules):
                 "edit": 3,
                 "settle": 2,
                 "hold": 2,
+                "change precision": 1,
                 "unhold": 1,
             }
             action = draw.choices(list(actions), list(actions.values()))[0]
@@ -302,6 +305,11 @@ class PoolMachine(PoolRules):
                 self.tick(draw.random(), crash)
             elif action == "compact":
                 self.compact(draw.choice(sorted(SPECS)), draw.randint(1, 60), crash)
+            elif action == "change precision":
+                name = draw.choice(["group-b", "group-wide"])
+                length, num_blocks = draw.randint(5, 60), draw.randint(1, 30)
+                if any(client.model == "m1" for client in self.clients):
+                    self.change_precision(picks[0], name, draw.randrange(4), length, num_blocks, crash)
             elif action == "acknowledge":
                 if any(client.relocations for client in self.clients):
                     self.acknowledge(picks[0], crash)
@@ -309,6 +317,7 @@ class PoolMachine(PoolRules):
                 self.admit(
                     *picks[:2], draw.randrange(4), draw.randrange(3), draw.randint(1, 60 * pressure), draw.randrange(4),
                     draw.randrange(40), crash, draw.choice([None, None, 5.0]), draw.randint(-1, 1),
+                    draw.choice([0, 0, 90]),
                 )  # fmt: skip
             elif action == "edit":
                 kind = draw.choice(["rm", "add", "cp", "cp"])
@@ -362,7 +371,8 @@ class PoolMachine(PoolRules):
                 domain = self.specs[name].domain(name)
                 for position, block in enumerate(running.blocks):
                     for part, unit in enumerate(self.units_of(running, block)):
-                        assert self.shadow[unit] == (domain, (running.hashes[position], part))
+                        content = self.converted.get(running.hashes[position], running.hashes[position])
+                        assert self.shadow[unit] == (domain, (content, part))
                 for block, content in running.sources.items():
                     assert [self.shadow[unit] for unit in self.units_of(running, block)] == content
 
@@ -374,6 +384,8 @@ PARTS = {
     "blocks": (600, ("Admit", "Extend", "Release", "Compact", "Relocated")),
     "prefix index": (500, ("Admit", "Publish")),
     "sequence operations": (50, ("SequenceCopy", "SequenceRemove", "SequenceShift", "Settle")),  # test_edit_machine.py
+    "conversions": (20, ("converted",)),
+    "hits of converted blocks": (10, ("converted hits",)),
     "crashes": (200, ("crash",)),
     "calls that come twice, too early or too late": (50, ("repeated", "overtaking", "late")),
 }
