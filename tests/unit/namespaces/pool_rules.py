@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from pool_driver import BLOCK_BYTES, BLOCK_TOKENS
-from pool_world import FINGERPRINTS, GEOMETRIES, SPECS, WIDE, Client, PoolWorld, units
+from pool_specs import FINGERPRINTS, GEOMETRIES, SPECS, WIDE, Client, units
+from pool_world import PoolWorld
 
 from remora.namespaces.commands import (
     Admitted,

@@ -4,12 +4,24 @@ the bytes of the arena.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from counted_machine import CountedMachine
-from pool_driver import BLOCK_BYTES, BLOCK_TOKENS, small_geometry
+from pool_driver import BLOCK_BYTES, BLOCK_TOKENS
+from pool_specs import (
+    BY_ID,
+    DATA_BYTES,
+    EXTENT_BYTES,
+    FINGERPRINTS,
+    GEOMETRIES,
+    SPECS,
+    WIDE,
+    Client,
+    Running,
+    Spec,
+    units,
+)
 
 from remora.namespaces.commands import (
     Admit,
@@ -31,15 +43,12 @@ from remora.namespaces.commands import (
     Wait,
 )
 from remora.namespaces.effects import CopyBlocks, Effect, ReencodeBlocks, ZeroBlocks
-from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hashing import (
     chain_hashes,
     chain_root,
     converted_hash,
     following_hash,
-    kv_fingerprint,
     next_hash,
-    sharing_domain,
 )
 from remora.namespaces.hold_commands import MAX_HOLD_S
 from remora.namespaces.journal import encode_record, read_journal
@@ -47,79 +56,6 @@ from remora.namespaces.kept_chains import KeptChain
 from remora.namespaces.pool import PoolState, PoolStateConfig
 from remora.namespaces.sequence_commands import Edited, NoRoom, SequenceCopy, SequenceRemove, SequenceShift
 from remora.platform.base.ids import BlockHash, LeaseId, NamespaceId
-
-NUM_EXTENTS = 5
-EXTENT_BYTES = 36 * BLOCK_BYTES
-DATA_BYTES = NUM_EXTENTS * EXTENT_BYTES
-GEOMETRIES = {"m1": small_geometry(1), "m2": small_geometry(2), "m3": small_geometry(4)}
-#: Another precision of m1, for one namespace.
-WIDE = GEOMETRIES["m1"].with_precision(("fp32", "fp32"))
-BY_ID = {geometry.geometry_id: geometry for geometry in (*GEOMETRIES.values(), WIDE)}
-FINGERPRINTS = {
-    geometry.geometry_id: kv_fingerprint(geometry, model, "t")
-    for model, geometry in (*GEOMETRIES.items(), ("m1", WIDE))
-}
-
-
-@dataclass
-class Spec:
-    model: str
-    tenant: str
-    share_group: str
-    guaranteed: int
-    limit: int
-    weight: float
-    kv_precision: KVPrecision | None = None
-
-    @property
-    def geometry(self) -> KVGeometry:
-        own = GEOMETRIES[self.model]
-        return own if self.kv_precision is None else own.with_precision(self.kv_precision)
-
-    def domain(self, name: str) -> str:
-        return sharing_domain(NamespaceId(name), self.tenant, self.share_group)
-
-
-#: Guarantees need 1 + 1 + 2 of the 5 extents.
-SPECS = {
-    "alone": Spec("m1", "", "", EXTENT_BYTES // 2, DATA_BYTES, 1.0),
-    "alone/a": Spec("m1", "", "", EXTENT_BYTES // 4, DATA_BYTES, 1.0),
-    "alone/b": Spec("m1", "", "", 0, 24 * BLOCK_BYTES, 2.0),
-    "group-a": Spec("m1", "t", "g", EXTENT_BYTES // 4, DATA_BYTES, 2.0),
-    "group-b": Spec("m1", "t", "g", 0, 40 * BLOCK_BYTES, 1.0),
-    "group-wide": Spec("m1", "t", "g", 0, 60 * BLOCK_BYTES, 1.0, WIDE.kv_precision),
-    "two": Spec("m2", "t", "g", EXTENT_BYTES, DATA_BYTES, 1.0),
-    "three": Spec("m3", "", "", 2 * EXTENT_BYTES, DATA_BYTES, 0.5),
-}
-
-
-@dataclass
-class Running:
-    admit: Admit
-    blocks: list[int]
-    tokens: list[int]
-    hashes: list[BlockHash]
-    num_published: int
-    preempted: bool = False
-    #: Blocks that are being copied, with what they held, until that is settled.
-    sources: dict[int, list[object]] = field(default_factory=dict)
-
-
-@dataclass
-class Client:
-    """A replica's own view."""
-
-    lease_id: LeaseId
-    model: str
-    call_no: int = 1
-    event_no: int = 0
-    calls: list[tuple[AnyCommand, AnyAnswer]] = field(default_factory=list)
-    running: dict[str, Running] = field(default_factory=dict)
-    waiting: dict[str, Admit] = field(default_factory=dict)
-    finished: list[str] = field(default_factory=list)
-    #: Heard and not done yet; and the last that was done.
-    relocations: list[Relocate] = field(default_factory=list)
-    relocated_no: int = 0
 
 
 class PoolWorld(CountedMachine):
@@ -431,8 +367,3 @@ class PoolWorld(CountedMachine):
         assert (report.used_bytes, report.num_referenced_blocks, report.reserved_bytes) == (0, 0, 0)
         assert all(namespace.num_waiting == 0 for namespace in report.namespaces)
         self.state.check_integrity()
-
-
-def units(block: int, block_bytes: int) -> range:
-    size = block_bytes // BLOCK_BYTES
-    return range(block * size, (block + 1) * size)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pool_driver import BLOCK_TOKENS
 from pool_rules import CRASH, PICK, PoolRules
-from pool_world import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, WIDE, Client, Spec
+from pool_specs import EXTENT_BYTES, FINGERPRINTS, GEOMETRIES, NUM_EXTENTS, SPECS, WIDE, Client, Spec
 
 from remora.namespaces.commands import (
     AddFormat,
