@@ -68,6 +68,8 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
   constexpr int64_t WIDE_BLOCK = SLICE_LINES * BLOCK_COLUMNS;
   alignas(64) float wide[WIDENED ? 2 * WIDE_BLOCK : 1];
   const uint8_t* panel = call.weights.data + panel_index * panel_bytes;
+  // One row keeps up with memory: a little ahead is enough. More rows compute between two lines, and run late then.
+  const int64_t ahead = count == 1 ? STREAM_AHEAD_BYTES / 2 : stream_ahead(panel_bytes);
   // Each call fetches lines of the next panel in proportion to its own.
   const uint8_t* next = panel + panel_bytes;
   for (int64_t line = 0; line < lines; line += slice) {
@@ -79,7 +81,8 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
     }
 #endif
     for (int64_t t = 0; t < num_tiles; ++t) {
-      const int64_t first = count * t / num_tiles, last = count * (t + 1) / num_tiles;
+      const int64_t first = tile_begin(count, num_tiles, t),
+                    last = tile_begin(count, num_tiles, t + 1);
       const auto chosen = tile_kernel<Products<Product>>(last - first);
       for (int64_t b = 0; b < 2; b += chosen.num_blocks) {
         const uint8_t* block = panel + b * block_bytes + line * LINE_BYTES;
@@ -91,15 +94,16 @@ void multiply_panel(const Call& call, int64_t begin, int64_t end, int64_t panel_
                        slice_lines * WIDTH,
                        sums + t * MAX_ROWS * PANEL_COLUMNS + b * BLOCK_COLUMNS,
                        line > 0,
-                       {next, chosen.num_blocks * LINE_BYTES / (num_tiles * WIDTH)}};
-        if (num_tiles == 1) part.prefetch.next = part.block + STREAM_AHEAD_BYTES;
+                       {next, LINE_BYTES / (num_tiles * WIDTH), block_bytes}};
+        if (num_tiles == 1) part.prefetch = {part.block + ahead, LINE_BYTES, block_bytes};
         next += part.prefetch.bytes_per_line * part.lines;
         chosen.run(part);
       }
     }
   }
   for (int64_t t = 0; t < num_tiles; ++t) {
-    const int64_t first = count * t / num_tiles, last = count * (t + 1) / num_tiles;
+    const int64_t first = tile_begin(count, num_tiles, t),
+                    last = tile_begin(count, num_tiles, t + 1);
     finish_tile(call, begin + first, last - first, panel_index, sums + t * MAX_ROWS * PANEL_COLUMNS);
   }
 }

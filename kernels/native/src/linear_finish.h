@@ -17,6 +17,12 @@ constexpr int64_t RESIDENT_BYTES = 256 << 10;
 #endif
 constexpr int64_t STREAM_AHEAD_BYTES = 4096;
 
+// Where a tile that has its panel to itself fetches ahead: the same place of the next panel, or, where a panel would
+// fill the cache, a little ahead in the same one.
+REMORA_INLINE int64_t stream_ahead(int64_t panel_bytes) {
+  return panel_bytes <= RESIDENT_BYTES / 4 ? panel_bytes : 2 * STREAM_AHEAD_BYTES;
+}
+
 // Rows of a tile at most, as many as leave the accumulators in registers.
 constexpr int MOST_TILE_ROWS = REMORA_VECTOR_BYTES == 64 ? 12 : REMORA_VECTOR_BYTES == 32 ? 6 : 2;
 
@@ -24,6 +30,14 @@ constexpr int MOST_TILE_ROWS = REMORA_VECTOR_BYTES == 64 ? 12 : REMORA_VECTOR_BY
 REMORA_INLINE int64_t resident_rows(int64_t row_bytes, int64_t tile_rows) {
   const int64_t rows = RESIDENT_BYTES / row_bytes / tile_rows * tile_rows;
   return rows < tile_rows ? tile_rows : rows;
+}
+
+// First row of a tile when `count` rows are cut evenly. 512-bit levels have kernels for heights of 4, 8 and 12 (and 1 and
+// 2), so that only the last tile computes spare rows; the others have one for every height.
+constexpr int64_t TILE_UNIT = REMORA_VECTOR_BYTES == 64 ? 4 : 1;
+REMORA_INLINE int64_t tile_begin(int64_t count, int64_t num_tiles, int64_t tile) {
+  const int64_t row = (count + TILE_UNIT - 1) / TILE_UNIT * tile / num_tiles * TILE_UNIT;
+  return row < count ? row : count;
 }
 
 template <class Function>

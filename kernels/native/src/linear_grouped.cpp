@@ -8,19 +8,19 @@
 namespace remora::REMORA_LEVEL {
 namespace {
 
-template <class Product>
+template <class Product, bool MINIMUM>
 struct GroupedProducts {
   using Function = void (*)(const GroupedTile&);
   static constexpr int MAX_ROWS = MOST_TILE_ROWS;
   template <int ROWS, int BLOCKS>
-  static constexpr Function run = sum_grouped<Product, ROWS, BLOCKS>;
+  static constexpr Function run = sum_grouped<Product, MINIMUM, ROWS, BLOCKS>;
 };
 
-template <class Product>
+template <class Product, bool MINIMUM>
 void multiply(const PackedLinear& weights, const Activations& activations, int64_t num_rows, const LinearOutput& output,
               Range panels) {
   const int64_t groups = num_groups(weights.num_in), panel_bytes = weights.panel_bytes();
-  constexpr int64_t MAX_ROWS = GroupedProducts<Product>::MAX_ROWS;
+  constexpr int64_t MAX_ROWS = GroupedProducts<Product, MINIMUM>::MAX_ROWS;
   const int64_t block_rows = resident_rows(activations.stride, MAX_ROWS);
   alignas(64) float tile[MAX_ROWS * PANEL_COLUMNS];
   for (int64_t begin = 0; begin < num_rows; begin += block_rows) {
@@ -30,22 +30,20 @@ void multiply(const PackedLinear& weights, const Activations& activations, int64
       const uint8_t* data = weights.data + panel * panel_bytes;
       // With one tile the weights are read once: the stream is fetched ahead. Else each tile fetches a share of the
       // next panel.
-      const int64_t lines = panel_bytes / LINE_BYTES;
+      const int64_t ahead = num_tiles == 1 ? stream_ahead(panel_bytes) : panel_bytes;
       for (int64_t t = 0; t < num_tiles; ++t) {
-        const int64_t first = begin + count * t / num_tiles, last = begin + count * (t + 1) / num_tiles;
-        const auto chosen = tile_kernel<GroupedProducts<Product>>(last - first);
+        const int64_t first = begin + tile_begin(count, num_tiles, t),
+                      last = begin + tile_begin(count, num_tiles, t + 1);
+        const auto chosen = tile_kernel<GroupedProducts<Product, MINIMUM>>(last - first);
         for (int64_t b = 0; b < 2; b += chosen.num_blocks) {
           const int64_t column = panel * groups * PANEL_COLUMNS + b * BLOCK_COLUMNS;
           const uint8_t* block = data + b * panel_bytes / 2;
-          const int64_t share = panel_bytes * (2 * t + b) / (2 * num_tiles);
-          const Prefetch prefetch = num_tiles == 1
-                                        ? Prefetch{block + STREAM_AHEAD_BYTES, chosen.num_blocks * LINE_BYTES}
-                                        : Prefetch{data + panel_bytes + share / LINE_BYTES * LINE_BYTES,
-                                                   panel_bytes / num_tiles / lines};
+          const Prefetch prefetch{block + ahead + panel_bytes / 2 * t / num_tiles / LINE_BYTES * LINE_BYTES,
+                                  LINE_BYTES / num_tiles, panel_bytes / 2};
           chosen.run({activations.data + first * activations.stride, activations.stride,
                       activations.scale + first * num_scales(weights.num_in), num_scales(weights.num_in), block,
                       panel_bytes / 2, weights.scale + column,
-                      weights.minimum == nullptr ? nullptr : weights.minimum + column, groups, tile + b * BLOCK_COLUMNS,
+                      MINIMUM ? weights.minimum + column : nullptr, groups, tile + b * BLOCK_COLUMNS,
                       prefetch});
         }
         for (int64_t row = first; row < last; ++row)
@@ -84,8 +82,10 @@ void encode_int16(const float* x, int64_t num_in, uint8_t* out, float* scales) {
 
 void linear_grouped(const PackedLinear& weights, const Activations& activations, int64_t num_rows,
                     const LinearOutput& output, Range panels) {
-  if (weights.dtype == Dtype::int8) multiply<ProductGroupedInt8>(weights, activations, num_rows, output, panels);
-  else multiply<ProductGroupedInt4>(weights, activations, num_rows, output, panels);
+  using Multiply = void (*)(const PackedLinear&, const Activations&, int64_t, const LinearOutput&, Range);
+  static constexpr Multiply CHOICES[2][2] = {{multiply<ProductGroupedInt8, false>, multiply<ProductGroupedInt8, true>},
+                                             {multiply<ProductGroupedInt4, false>, multiply<ProductGroupedInt4, true>}};
+  CHOICES[weights.dtype == Dtype::int4][weights.minimum != nullptr](weights, activations, num_rows, output, panels);
 }
 
 #if REMORA_TILES

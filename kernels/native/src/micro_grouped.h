@@ -70,41 +70,52 @@ struct GroupedTile {
   Prefetch prefetch;
 };
 
-template <class Product, int MR, int NB>
+// MINIMUM: the weights have one.
+template <class Product, bool MINIMUM, int MR, int NB>
 void sum_grouped(const GroupedTile& call) {
   constexpr int NV = NB * BLOCK_VECTORS;
   constexpr int64_t LINES = INPUT_GROUP / (2 * Product::PARTS);
+  // Few sums stay in registers from group to group; many stand in the tile, which is in the level-1 cache.
+  constexpr bool IN_REGISTERS = MR * NV <= 8;
   RowPointers<MR> rows(call.activations, call.stride);
   Prefetch prefetch = call.prefetch;
   const uint8_t* block = call.block;
   const uint16_t *scale = call.scale, *minimum = call.minimum;
+  const int64_t next_panel = call.num_groups * PANEL_COLUMNS;
   const float* row_scales = call.row_scales;
   float* const tile = call.tile;
+  const auto place = [&](auto r, auto v) REMORA_LAMBDA { return tile + r * PANEL_COLUMNS + v * LANES; };
+  vfloat sums[IN_REGISTERS ? MR : 1][NV];
+  if constexpr (IN_REGISTERS) repeat<MR * NV>([&](auto i) REMORA_LAMBDA { sums[i / NV][i % NV] = vfloat{}; });
   for (int64_t group = 0; group < call.num_groups; ++group) {
     vint acc[MR][NV];
     repeat<MR * NV>([&](auto i) REMORA_LAMBDA { acc[i / NV][i % NV] = vint{}; });
     add_lines<Product, MR, NB>(acc, rows, block, call.block_bytes, LINES, prefetch);
+    __builtin_prefetch(scale + next_panel, 0, 2);
+    if constexpr (MINIMUM) __builtin_prefetch(minimum + next_panel, 0, 2);
     repeat<NV>([&](auto v) REMORA_LAMBDA {
       const vfloat column_scale = load_fp16(scale + v * LANES);
+      vfloat column_minimum = {};
+      if constexpr (MINIMUM) column_minimum = load_fp16(minimum + v * LANES);
       repeat<MR>([&](auto r) REMORA_LAMBDA {
-        float* const target = tile + r * PANEL_COLUMNS + v * LANES;
-        const vfloat before = group == 0 ? vfloat{} : load(target);
+        vfloat total = {};
+        if constexpr (IN_REGISTERS) total = sums[r][v];
+        else if (group > 0) total = load(place(r, v));
         const vfloat product = __builtin_convertvector(acc[r][v], vfloat) * column_scale;
-        store(target, fma(product, splat(row_scales[r * call.scale_stride]), before));
+        total = fma(product, splat(row_scales[r * call.scale_stride]), total);
+        if constexpr (MINIMUM) total = fma(column_minimum, splat(row_scales[r * call.scale_stride + 1]), total);
+        if constexpr (IN_REGISTERS) sums[r][v] = total;
+        else store(place(r, v), total);
       });
     });
-    if (minimum != nullptr) {
-      repeat<NV>([&](auto v) REMORA_LAMBDA {
-        const vfloat column_minimum = load_fp16(minimum + v * LANES);
-        repeat<MR>([&](auto r) REMORA_LAMBDA {
-          float* const target = tile + r * PANEL_COLUMNS + v * LANES;
-          store(target, fma(column_minimum, splat(row_scales[r * call.scale_stride + 1]), load(target)));
-        });
-      });
-      minimum += PANEL_COLUMNS;
-    }
+    if constexpr (MINIMUM) minimum += PANEL_COLUMNS;
     scale += PANEL_COLUMNS;
     row_scales += 2;
+  }
+  if constexpr (IN_REGISTERS) {
+    repeat<NV>([&](auto v) REMORA_LAMBDA {
+      repeat<MR>([&](auto r) REMORA_LAMBDA { store(place(r, v), sums[r][v]); });
+    });
   }
 }
 

@@ -12,10 +12,11 @@ namespace remora::REMORA_LEVEL {
 constexpr int BLOCK_VECTORS = BLOCK_COLUMNS / LANES;
 constexpr int64_t LINE_BYTES = 64;
 
-// Weights to fetch into the level-2 cache while a tile is computed: `bytes_per_line` from `next` on for every line.
+// Weights to fetch into the level-2 cache while a tile is computed: for every line a line at `next`, which moves on by
+// `bytes_per_line`, and, of a kernel of two blocks, one `second` bytes behind it.
 struct Prefetch {
   const uint8_t* next;
-  int64_t bytes_per_line;
+  int64_t bytes_per_line, second;
 };
 
 // One call: `lines` lines of a row tile and a block. `resume` goes on from the sums that stand in `tile`.
@@ -144,6 +145,7 @@ REMORA_INLINE void add_lines(Accumulators& acc, RowPointers<MR>& rows, const uin
   constexpr int NV = NB * BLOCK_VECTORS;
   for (int64_t line = lines; line > 0; --line) {
     __builtin_prefetch(prefetch.next, 0, 2);
+    if (NB == 2) __builtin_prefetch(prefetch.next + prefetch.second, 0, 2);
     prefetch.next += prefetch.bytes_per_line;
     repeat<Product::PARTS>([&](auto part) REMORA_LAMBDA {
       typename Product::Operand b[NV];
