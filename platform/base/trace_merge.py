@@ -37,6 +37,10 @@ def _together(one: TraceSummary, other: TraceSummary) -> TraceSummary:
         num_spans=outer.num_spans + inner.num_spans,
         num_errors=outer.num_errors + inner.num_errors,
         replicas=outer.replicas or inner.replicas,
+        session_replicas={
+            session: outer.session_replicas.get(session) or inner.session_replicas.get(session) or ()
+            for session in (*outer.session_replicas, *inner.session_replicas)
+        },
         error_type=failed.error_type,
         error=failed.error,
     )

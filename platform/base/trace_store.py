@@ -26,8 +26,8 @@ from remora.platform.base.span_file import StoredSpan, decode_span
 MAX_TRACES = 20_000
 #: Spans of one trace: a caller may send everything under one trace id.
 MAX_SPANS = 2_000
-#: Replicas of one trace that a summary names.
-_MAX_REPLICAS = 16
+#: Attempts of one trace that a summary speaks of; a fork may have 32 branches.
+_MAX_ROUTES = 64
 #: The first line of a file begins with its trace and span id, which no other file has: a file is known by it, for
 #: files are renamed, and inodes are used again.
 _HEAD_BYTES = 80
@@ -36,6 +36,7 @@ _SUMMARY_ATTRIBUTES = (
     names.GEN_AI_USAGE_INPUT_TOKENS,
     names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS,
     names.GEN_AI_USAGE_OUTPUT_TOKENS,
+    names.REMORA_SESSION_ID,
 )
 
 
@@ -44,6 +45,7 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     trace_id: str
     namespace: str
+    #: Of the span that began first, if it has one; of a fork with branches, the parent.
     session: str
     #: Of the span that began first.
     name: str
@@ -61,6 +63,8 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     #: Where the request ran, in order: more than one after a failover or a move.
     replicas: tuple[str, ...] = ()
+    #: The same for each session in it: the branches of a fork are sessions of their own.
+    session_replicas: dict[str, tuple[str, ...]] = {}
 
     @property
     def duration_ms(self) -> float:
@@ -93,27 +97,30 @@ class _Line(msgspec.Struct, frozen=True):
 class _Trace:
     """What the index knows of a trace in a namespace."""
 
-    __slots__ = ("first", "last_end_ns", "lines", "num_errors", "outer", "routes", "session")
+    __slots__ = ("first", "last_end_ns", "lines", "num_errors", "outer", "routes", "sessions")
 
     def __init__(self, span: StoredSpan) -> None:
         #: The span that began first; of equals the longest. It names the trace.
         self.first = _slim(span)
         #: The longest failed span: its error is what the client got.
         self.outer: StoredSpan | None = None
-        self.session = ""
+        #: In the order in which they were heard of.
+        self.sessions: dict[str, None] = {}
         self.last_end_ns = span.end_ns
         self.num_errors = 0
         self.lines: list[_Line] = []
-        #: Start and replica of each attempt.
-        self.routes: list[tuple[int, str]] = []
+        #: Start, replica and session of each attempt.
+        self.routes: list[tuple[int, str, str]] = []
 
     def add(self, span: StoredSpan, line: _Line) -> None:
         if (span.start_ns, -span.end_ns) < (self.first.start_ns, -self.first.end_ns):
             self.first = _slim(span)
         self.last_end_ns = max(self.last_end_ns, span.end_ns)
-        self.session = self.session or str(span.attributes.get(names.REMORA_SESSION_ID, ""))
-        if span.name == names.ROUTER_ROUTE and len(self.routes) < _MAX_REPLICAS:
-            self.routes.append((span.start_ns, str(span.attributes.get(names.REMORA_REPLICA_ID, ""))))
+        session = str(span.attributes.get(names.REMORA_SESSION_ID, ""))
+        if session and len(self.sessions) < _MAX_ROUTES:
+            self.sessions[session] = None
+        if span.name == names.ROUTER_ROUTE and len(self.routes) < _MAX_ROUTES:
+            self.routes.append((span.start_ns, str(span.attributes.get(names.REMORA_REPLICA_ID, "")), session))
         if span.error_type:
             self.num_errors += 1
             if self.outer is None or span.duration_s > self.outer.duration_s:
@@ -126,7 +133,7 @@ class _Trace:
         return TraceSummary(
             trace_id=trace_id,
             namespace=namespace,
-            session=self.session,
+            session=str(usage.get(names.REMORA_SESSION_ID) or next(iter(self.sessions), "")),
             name=self.first.name,
             start_ns=self.first.start_ns,
             end_ns=self.last_end_ns,
@@ -138,8 +145,16 @@ class _Trace:
             input_tokens=int(usage.get(names.GEN_AI_USAGE_INPUT_TOKENS, 0)),
             cached_tokens=int(usage.get(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, 0)),
             output_tokens=int(usage.get(names.GEN_AI_USAGE_OUTPUT_TOKENS, 0)),
-            replicas=tuple(replica for replica, _ in groupby(replica for _, replica in sorted(self.routes))),
+            replicas=_in_turn(self.routes),
+            session_replicas={
+                session: _in_turn(each for each in self.routes if each[2] == session) for session in self.sessions
+            },
         )
+
+
+def _in_turn(routes: Iterable[tuple[int, str, str]]) -> tuple[str, ...]:
+    """Replicas by the time of the attempts there; those that follow each other are different ones."""
+    return tuple(replica for replica, _ in groupby(replica for _, replica, _ in sorted(routes)))
 
 
 def _slim(span: StoredSpan) -> StoredSpan:
@@ -181,7 +196,7 @@ class TraceStore:
         def wanted(namespace: str, trace: _Trace) -> bool:
             return (
                 (query.namespaces is None or namespace in query.namespaces)
-                and (query.session is None or trace.session == query.session)
+                and (query.session is None or query.session in trace.sessions)
                 and (trace.last_end_ns - trace.first.start_ns) / 1e6 >= query.min_ms
                 and (not query.failed or trace.num_errors > 0)
             )

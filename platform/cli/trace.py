@@ -125,6 +125,7 @@ def _ask_for_summaries(url: str, query: dict[str, Any]) -> list[TraceSummary]:
             cached_tokens=each["cached_tokens"],
             output_tokens=each["output_tokens"],
             replicas=tuple(each["replicas"]),
+            session_replicas={name: tuple(found) for name, found in each["session_replicas"].items()},
         )
         for each in answer["data"]
     ]

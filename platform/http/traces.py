@@ -93,6 +93,7 @@ def summary_document(trace: TraceSummary) -> dict[str, Any]:
         "cached_tokens": trace.cached_tokens,
         "output_tokens": trace.output_tokens,
         "replicas": trace.replicas,
+        "session_replicas": trace.session_replicas,
     }
 
 

@@ -50,7 +50,7 @@ async function openSession(id) {
       ["used", ago(session.last_used)],
       ["lives", session.ttl_s ? `${session.ttl_s} s without use` : "until it is deleted"],
     ]),
-    ...section("Its moves", "moves", movesOf(traces).map((move) => el("li", {}, move))),
+    ...section("Its moves", "moves", movesOf(id, traces).map((move) => el("li", {}, move))),
     ...session.turns.map(turn),
     ...section("Its requests", "requests", traces.map(request)),
   );
@@ -60,12 +60,18 @@ function section(title, name, lines) {
   return lines.length ? [el("h3", {}, title), el("ul", { class: name }, ...lines)] : [];
 }
 
-/** Every change of the replica in its requests, the last first: between two of them, or while one ran. */
-function movesOf(traces) {
+/** Every change of the replica in its requests, the last first: between two of them, or while one ran; and its forks. */
+function movesOf(id, traces) {
   const moves = [];
   let before = null;
   for (const trace of [...traces].reverse()) {
-    trace.replicas.forEach((replica, attempt) => {
+    if (trace.name.startsWith("fork ") && trace.session === id) {
+      const branches = Object.entries(trace.session_replicas).filter(([name]) => name !== id);
+      const places = branches.map(([name, replicas]) => (replicas.length ? `${name} at ${replicas.at(-1)}` : name));
+      moves.unshift(`${clock(trace.started)}  forked${places.length ? `: ${places.join(", ")}` : ", no branch is kept"}`);
+      continue;
+    }
+    (trace.session_replicas[id] ?? []).forEach((replica, attempt) => {
       if (before && replica !== before) moves.unshift(`${clock(trace.started)}  ${before} → ${replica}${attempt ? ", while a request ran" : ""}`);
       before = replica;
     });

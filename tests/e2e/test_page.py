@@ -125,6 +125,13 @@ def test_a_request_is_opened_as_a_waterfall(page: Any, platform: Any) -> None:
     (move,) = platform.eventually(moves, 8, what="the session's move")
     assert move.endswith(f"{owner} → {other}")
     page.execute_script("document.getElementById('detail').close()")
+    branches = {"branches": [{"session_id": "page-fork"}, {"keep": False}], "max_tokens": 2}
+    fork = {**branches, "messages": [{"role": "user", "content": "And then?"}]}
+    platform.http.post("/v1/sessions/page-trip/fork", json=fork).raise_for_status()
+    platform.eventually(lambda: len(moves()) == 2, 8, what="its fork")
+    assert "forked: page-fork at " in moves()[0]
+    platform.http.delete("/v1/sessions/page-fork")
+    page.execute_script("document.getElementById('detail').close()")
     platform.http.delete("/v1/sessions/page-trip")
 
 

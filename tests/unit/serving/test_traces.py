@@ -306,3 +306,18 @@ async def test_a_moved_request_stays_one_trace_of_its_namespace(
     (listed,) = (await http.get("/v1/traces")).json()["data"]
     assert listed["replicas"] == [source.replica_id, target.replica_id]
     assert (listed["id"], listed["namespace"], listed["num_spans"]) == (TRACE_ID, "chat", len(names_of_spans))
+
+
+async def test_a_fork_with_branches_is_a_trace_of_its_parent_and_of_each_branch(
+    traced: Any, http: httpx.AsyncClient, make_replica: Callable[..., Any]
+) -> None:
+    await http.post("/v1/sessions", json={"model": "tiny", "id": "trip"})
+    fork = {**BODY, "branches": [{"session_id": "one"}, {"session_id": "two"}, {"keep": False}]}
+    fork.pop("model", None)
+    assert (await http.post("/v1/sessions/trip/fork", json=fork, headers=CALLER)).status_code == 200
+    assert [span["name"] for span in (await trace_of(http))["spans"]].count("chat tiny") == 3
+    for session in ("trip", "one", "two"):
+        (listed,) = (await http.get("/v1/traces", params={"session": session})).json()["data"]
+        assert (listed["id"], listed["name"], listed["session"]) == (TRACE_ID, "fork tiny", "trip")
+        assert listed["session_replicas"] == {"trip": [], "one": ["a"], "two": ["a"]}
+    assert (await http.get("/v1/traces", params={"session": "three"})).json()["data"] == []
