@@ -11,7 +11,10 @@ from remora.deployments.placement import Candidate, Choice, place
 from remora.deployments.prefix_hints import PrefixHints
 from remora.deployments.request_stream import RequestStream
 from remora.namespaces.rendezvous import NUM_KEY_BLOCKS, affinity_key, rendezvous_score
-from remora.platform.base.ids import NamespaceId, PoolId
+from remora.platform.base.ids import NamespaceId, PoolId, ReplicaId
+
+#: For so long what is known of a pool's cache is kept without a replica there: one that is replaced comes back to it.
+GONE_AFTER_S = 300.0
 
 
 class Placer:
@@ -26,6 +29,8 @@ class Placer:
         self.sources = KVSources()
         self._replicated = frozenset(replicated)
         self._cached: dict[PoolId, PrefixHints] = {}
+        #: Pools without a replica, and since when.
+        self._left_s: dict[PoolId, float] = {}
 
     def choose(self, stream: RequestStream, candidates: Sequence[Candidate]) -> tuple[Choice, int]:
         """The replica for the request's next attempt, and how many blocks of its prompt are believed to be there; tells
@@ -61,6 +66,14 @@ class Placer:
             # What was believed to be behind has been evicted, and so has, most likely, what goes on from there.
             hints.discard(hashes[num_cached_blocks:])
         hints.add(hashes)
+
+    def forget_gone(self, listed: Iterable[ReplicaId], now_s: float) -> None:
+        """Drops what is known of the caches of pools that are gone: no listed replica was there for GONE_AFTER_S."""
+        present = {self.sources.pool_of(replica_id) for replica_id in listed}
+        self._left_s = {pool_id: self._left_s.get(pool_id, now_s) for pool_id in self._cached if pool_id not in present}
+        for pool_id, left_s in self._left_s.items():
+            if now_s - left_s >= GONE_AFTER_S:
+                del self._cached[pool_id]
 
     @staticmethod
     def _key(stream: RequestStream) -> bytes:

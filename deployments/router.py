@@ -84,6 +84,7 @@ class RouterCore:
     def update_replicas(self, listed: Mapping[ReplicaId, Listed]) -> None:
         """Takes over the directory: connects to replicas that are new in it, leaves those that are gone."""
         self.fleet.update(listed)
+        self.placer.forget_gone(listed, asyncio.get_running_loop().time())
         self._assign_waiting()
         self.moves.drain()
 

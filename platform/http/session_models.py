@@ -202,7 +202,10 @@ async def move_to_model(
     model_id = caller.find_model(catalog, model)
     namespace_id = caller.find_namespace(catalog, model_id, namespace)
     if state.open_turn is not None:
-        message = "The session's turn is not over; wait for it: what is being generated stays with its model."
+        message = (
+            "The session's turn is not over, and what is being generated stays with its model. Ask again when it is "
+            f"over, or fork the session to {model!r} now: the fork has what is committed."
+        )
         raise Conflict(message, field="session_id")
     if (model_id, namespace_id) == (state.model_id, state.namespace_id):
         raise InvalidRequest(f"to: the session is with {model!r} in {namespace_id!r} already.", field="to")

@@ -119,3 +119,23 @@ def test_a_request_whose_node_is_gone_goes_to_its_backup_and_asks_nobody_who_is_
     placer.choose(stream, idle)
     assert stream.kv_source is not None
     assert stream.kv_source.pool_id == "pool-lost"
+
+
+async def test_what_is_known_of_a_pool_goes_some_time_after_its_last_replica(cluster: Any, make_replica: Any) -> None:
+    await cluster.add(make_replica("a", pool="pool-a"), make_replica("b", pool="pool-b"))
+    placer = cluster.core.placer
+    a, b = ReplicaId("a"), ReplicaId("b")
+    for replica in (a, b):
+        await answered(cluster, f"q-{replica}", LONG, target=replica)
+    now_s = asyncio.get_running_loop().time()
+
+    def known(*listed: ReplicaId, after_s: float) -> set[str]:
+        placer.forget_gone(listed, now_s + after_s)
+        return set(placer._cached)
+
+    assert known(a, b, after_s=1000) == {"pool-a", "pool-b"}
+    assert known(a, after_s=1001) == {"pool-a", "pool-b"}
+    assert known(a, after_s=1299) == {"pool-a", "pool-b"}, "a replica that is replaced finds it"
+    assert known(a, b, after_s=1300) == {"pool-a", "pool-b"}
+    assert known(a, after_s=1301) == {"pool-a", "pool-b"}, "the time begins anew"
+    assert known(a, after_s=1602) == {"pool-a"}

@@ -108,7 +108,11 @@ async def test_a_session_stays_with_its_model_while_a_turn_runs_or_when_its_log_
     body = {**TURN, "model": "tiny", "max_tokens": 30}
     turn = asyncio.create_task(http.post("/v1/chat/completions", json=body))
     await server.cluster.settle(lambda: bool(server.replica.running))
-    assert (await http.post("/v1/sessions/s/migrate", json={"to": {"model": "other"}})).status_code == 409
+    num_tokens = len(await tokens_of(http, "s"))
+    refused = await http.post("/v1/sessions/s/migrate", json={"to": {"model": "other"}})
+    assert (refused.status_code, "fork the session to 'other' now" in refused.text) == (409, True)
+    forked = await http.post("/v1/sessions/s/fork", json={"id": "now", "model": "other"})
+    assert (forked.status_code, len(await tokens_of(http, "now"))) == (200, num_tokens)
     server.paused = False
     assert (await turn).status_code == 200
     until_full = {key: value for key, value in body.items() if key != "max_tokens"}
