@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span
 
 from remora.cache_actors.port import KVSource, LoadEnd
+from remora.deployments.pipeline.base import StageTime
+from remora.deployments.pipeline.stage_counters import together
 from remora.namespaces.commands import Admitted, Taken
 from remora.namespaces.geometry import KVPrecision
 from remora.platform.base import telemetry_names as names
@@ -44,6 +46,7 @@ class SequenceSpans:
         "_num_had_tokens",
         "_num_prefill_steps",
         "_prefill_unix_ns",
+        "_stages",
     )
 
     def __init__(self) -> None:
@@ -57,6 +60,8 @@ class SequenceSpans:
         self._borrowed: _Price | None = None
         #: Computed for this request before it lost its memory, or by an earlier attempt.
         self._num_had_tokens = 0
+        #: What each stage of a pipeline did since the prompt or the answer began.
+        self._stages: dict[int, StageTime] = {}
 
     def asked(self) -> None:
         """The pool was asked for memory."""
@@ -124,8 +129,11 @@ class SequenceSpans:
         self._write_prices(sequence)
         self._write(sequence, names.QUOTA_REVOKE, time.time_ns(), {names.REMORA_REVOKE_REASON: reason})
 
-    def stepped(self) -> None:
-        """A step computed a part of the sequence."""
+    def stepped(self, stage_times: Iterable[StageTime] = ()) -> None:
+        """A step computed a part of the sequence; in a pipeline, with what each stage did for it."""
+        for time_of in stage_times:
+            before = self._stages.get(time_of.stage)
+            self._stages[time_of.stage] = time_of if before is None else together(before, time_of)
         if self._first_token_unix_ns:
             self._num_decode_steps += 1
         else:
@@ -133,7 +141,7 @@ class SequenceSpans:
 
     def first_token(self, sequence: Sequence) -> None:
         self._first_token_unix_ns = time.time_ns()
-        self._write(
+        span = self._write(
             sequence,
             names.ENGINE_PREFILL,
             self._prefill_unix_ns,
@@ -143,12 +151,13 @@ class SequenceSpans:
                 names.REMORA_PREFILL_STEPS: self._num_prefill_steps,
             },
         )
+        self._write_stages(sequence, parent=span)
 
     def finished(self, sequence: Sequence, finish_reason: str) -> None:
         self._write_prices(sequence)
         if not self._first_token_unix_ns:
             return
-        self._write(
+        span = self._write(
             sequence,
             names.ENGINE_DECODE,
             self._first_token_unix_ns,
@@ -159,6 +168,23 @@ class SequenceSpans:
                 names.REMORA_PREEMPTIONS: sequence.num_preemptions,
             },
         )
+        self._write_stages(sequence, parent=span)
+
+    def _write_stages(self, sequence: Sequence, *, parent: Span) -> None:
+        """One span a stage."""
+        for stage, did in sorted(self._stages.items()):
+            attributes: Attributes = {
+                names.REMORA_STAGE_MICRO_BATCHES: did.num_micro_batches,
+                names.REMORA_STAGE_COMPUTE_S: did.compute_s,
+                names.REMORA_STAGE_TURN_WAIT_S: did.turn_wait_s,
+                names.REMORA_STAGE_BUBBLE_S: did.bubble_s,
+                names.REMORA_STAGE_HOP_S: did.hop_s,
+                names.REMORA_STAGE_HOP_BYTES: did.hop_bytes,
+            }
+            self._write(
+                sequence, names.stage_span(stage), did.start_unix_ns, attributes, did.end_unix_ns, parent=parent
+            )
+        self._stages = {}
 
     def _write_prices(self, sequence: Sequence, *, parent: Span | None = None) -> None:
         """One span a cause, from the first block that went for the sequence to the last."""

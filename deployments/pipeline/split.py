@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -17,9 +16,11 @@ from remora.kernels.weight_sizes import weight_sizes
 from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.platform.base.errors import ConfigError
 
-#: Rows of the step that layers are timed with: a decoding batch.
-_TIMED_ROWS = 16
-_TIMED_STEPS = 5
+#: What layers are timed with: a request of 512 tokens of prompt and 128 of answer, as part of a batch. The head has
+#: work only for the answer: by decoding alone its stage would get too few layers to keep up with prompts.
+_PROMPT_ROWS, _NUM_PROMPT_STEPS = 128, 4
+_DECODE_ROWS, _NUM_DECODE_STEPS = 16, 8
+_TIMED_TIMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +66,21 @@ def balanced_split(costs: Sequence[LayerCosts]) -> tuple[int, ...]:
 
 
 def measure_costs(shape: DecoderShape, num_threads: int) -> LayerCosts:
-    """Times a layer, the embedding and the head of this shape on this machine, without the model's weights.
+    """Times a layer, the embedding and the head of this shape on this machine, without the model's weights: seconds for
+    one request. All layers of a shape cost the same.
 
-    All layers of a shape cost the same. Takes about a second and the memory of one layer and one head.
+    Takes some seconds of a large model, and the memory of one layer and one head.
     """
     one = replace(shape, num_layers=1)
-    timed = partial(_step_s, num_threads=num_threads)
-    layer_s = timed(replace(one, has_embedding=False, has_head=False))
+    layer_s = _request_s(replace(one, has_embedding=False, has_head=False), num_threads)
     return LayerCosts(
         layer_s=(layer_s,) * shape.num_layers,
-        embedding_s=max(0.0, timed(replace(one, has_head=False)) - layer_s),
-        head_s=max(0.0, timed(replace(one, has_embedding=False)) - layer_s),
+        embedding_s=max(0.0, _request_s(replace(one, has_head=False), num_threads) - layer_s),
+        head_s=max(0.0, _request_s(replace(one, has_embedding=False), num_threads) - layer_s),
     )
 
 
-def _step_s(shape: DecoderShape, *, num_threads: int) -> float:
-    """The shortest of some steps."""
+def _request_s(shape: DecoderShape, num_threads: int) -> float:
     import torch
 
     from remora.kernels.registry import make_decoder
@@ -89,17 +89,23 @@ def _step_s(shape: DecoderShape, *, num_threads: int) -> float:
     geometry = KVGeometry(groups=(group,), block_tokens=16)
     weights = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in weight_sizes(shape).items()}
     decoder = stage_decoder(make_decoder(shape, weights, geometry, num_threads=num_threads))
-    memory = _Memory(geometry, _TIMED_ROWS)
-    batch = StepBatch(max_tokens=_TIMED_ROWS, max_sequences=_TIMED_ROWS, max_blocks=1)
-    for row in range(_TIMED_ROWS):
-        batch.add([0], first_position=0, blocks=[row])
-    hidden_TH = None if shape.has_embedding else np.zeros((_TIMED_ROWS, shape.hidden_size), np.float32)
-    times_s = []
-    for _ in range(_TIMED_STEPS):
-        started_s = time.perf_counter()
-        decoder.forward_stage(batch, memory, hidden_TH)
-        times_s.append(time.perf_counter() - started_s)
-    return min(times_s)
+    memory = _Memory(geometry, _DECODE_ROWS)
+    prompt, decode = (StepBatch(max_tokens=_PROMPT_ROWS, max_sequences=_DECODE_ROWS, max_blocks=8) for _ in range(2))
+    prompt.add([0] * _PROMPT_ROWS, first_position=0, blocks=list(range(_PROMPT_ROWS // 16)), logits="none")
+    for row in range(_DECODE_ROWS):
+        decode.add([0], first_position=0, blocks=[row])
+
+    def shortest_s(batch: StepBatch) -> float:
+        shape_TH = (batch.num_tokens, shape.hidden_size)
+        hidden_TH = None if shape.has_embedding else np.zeros(shape_TH, np.float32)
+        times_s = []
+        for _ in range(_TIMED_TIMES):
+            started_s = time.perf_counter()
+            decoder.forward_stage(batch, memory, hidden_TH)
+            times_s.append(time.perf_counter() - started_s)
+        return min(times_s)
+
+    return _NUM_PROMPT_STEPS * shortest_s(prompt) + _NUM_DECODE_STEPS * shortest_s(decode)
 
 
 class _Memory:

@@ -36,6 +36,21 @@ class StageCounters:
         )
 
 
+def together(earlier: StageTime, later: StageTime) -> StageTime:
+    """What one stage did for two steps."""
+    return StageTime(
+        stage=earlier.stage,
+        num_micro_batches=earlier.num_micro_batches + later.num_micro_batches,
+        start_unix_ns=min(earlier.start_unix_ns, later.start_unix_ns),
+        end_unix_ns=max(earlier.end_unix_ns, later.end_unix_ns),
+        compute_s=earlier.compute_s + later.compute_s,
+        turn_wait_s=earlier.turn_wait_s + later.turn_wait_s,
+        bubble_s=earlier.bubble_s + later.bubble_s,
+        hop_s=earlier.hop_s + later.hop_s,
+        hop_bytes=earlier.hop_bytes + later.hop_bytes,
+    )
+
+
 def stage_time(stage: int, micros: list[MicroTime]) -> StageTime:
     """What the stage did for a step of these micro-batches, at least one."""
     return StageTime(

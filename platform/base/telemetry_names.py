@@ -23,6 +23,11 @@ MIGRATE_COMMIT = "migrate.commit"
 REPLICATE = "replicate"
 
 
+def stage_span(stage: int) -> str:
+    """Name of what one stage of a pipeline did for a request."""
+    return f"stage.{stage}"
+
+
 def request_span(operation: str, model: str) -> str:
     """Name of a request's outermost span: `{gen_ai.operation.name} {gen_ai.request.model}`."""
     return f"{operation} {model}"
@@ -128,3 +133,11 @@ REMORA_EVICT_BLOCKS = "remora.evict.blocks"
 REMORA_BORROWED_BYTES = "remora.quota.borrowed_bytes"
 #: Why a running sequence lost its memory.
 REMORA_REVOKE_REASON = "remora.revoke.reason"
+#: Of a pipeline's stage: micro-batches with a part of the request, computing them, waiting for the device's turn,
+#: waiting for the stage before, and what the hop from there took and carried. All of it counts whole micro-batches.
+REMORA_STAGE_MICRO_BATCHES = "remora.stage.micro_batches"
+REMORA_STAGE_COMPUTE_S = "remora.stage.compute_s"
+REMORA_STAGE_TURN_WAIT_S = "remora.stage.turn_wait_s"
+REMORA_STAGE_BUBBLE_S = "remora.stage.bubble_s"
+REMORA_STAGE_HOP_S = "remora.stage.hop_s"
+REMORA_STAGE_HOP_BYTES = "remora.stage.hop_bytes"

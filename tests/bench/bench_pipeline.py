@@ -317,7 +317,7 @@ def bench_alone(shape: DecoderShape, only: set[str], repeats: int, micro_tokens:
         for batch in prompt_batches():
             whole.decoder.forward(batch, whole.memory)
         unsplit["prefill"].append(time.perf_counter() - started_s)
-        unsplit["decode"].append(time_stage(whole, shape, BATCH, 8))
+        unsplit["decode"].append(time_stage(whole, shape, BATCH, 24))
     del whole
     split = find_split(shape)
     os.sched_setaffinity(0, {CORES[0]})
@@ -337,11 +337,12 @@ def bench_alone(shape: DecoderShape, only: set[str], repeats: int, micro_tokens:
             print_rate(f"two stages {split}", ours, PROMPT, f"{theirs / ours:.2f} x (bar 0.90)")
             print(f"  bubble share of stage 0 and 1: {bubbles[-1]}")
         if "decode" in only:
-            ceiling_s = 0.0
+            ceilings_s = []
             for _ in range(repeats):
                 pipe.send(("time", BATCH // 2, 24))
                 first_s = time_stage(stage, shape, BATCH // 2, 24)
-                ceiling_s = max(ceiling_s, 0.0) or 2 * max(first_s, pipe.recv())
+                ceilings_s.append(2 * max(first_s, pipe.recv()))
+            ceiling_s = median_s(ceilings_s)
             times_s, num_steps = [], 24
             with connected(stage, pipe, peer, shape) as decoder:
                 for _ in range(repeats):
@@ -372,9 +373,10 @@ def bubble_share(results: list[StepResult]) -> str:
 def find_split(shape: DecoderShape) -> tuple[int, ...]:
     os.sched_setaffinity(0, {CORES[0]})
     costs: LayerCosts = measure_costs(shape, 1)
-    rest = f"embedding {costs.embedding_s * 1e3:.2f} ms, head {costs.head_s * 1e3:.2f} ms"
-    print(f"measured: layer {costs.layer_s[0] * 1e3:.2f} ms, {rest}")
-    return balanced_split([costs, costs])
+    split = balanced_split([costs, costs])
+    rest = f"embedding {costs.embedding_s * 1e3:.1f} ms, head {costs.head_s * 1e3:.1f} ms"
+    print(f"split {split}, by a layer's {costs.layer_s[0] * 1e3:.1f} ms a request, {rest}")
+    return split
 
 
 def model_process(pipe: Connection, shape: DecoderShape, split: tuple[int, ...], locks: list[Path]) -> None:

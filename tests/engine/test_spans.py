@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import msgspec
 import pytest
 from engine_support import BLOCK_TOKENS, FAKE_GEOMETRY, Harness
 
+from remora.deployments.engine.spans import SequenceSpans
+from remora.deployments.pipeline.base import StageTime
 from remora.platform.base.config import TelemetryConfig
 from remora.platform.base.ids import ModelId, NamespaceId
 from remora.platform.base.telemetry import flush_telemetry, inject, setup_telemetry, shutdown_telemetry, start_span
@@ -86,3 +89,44 @@ def test_a_choice_that_goes_above_its_namespaces_guarantee_says_by_how_much(read
     amounts = [each["attributes"]["remora.quota.borrowed_bytes"] for each in (admitting, growing)]
     assert amounts == [block_bytes, block_bytes], "of five blocks three are guaranteed"
     assert "quota.revoke" not in {each["name"] for each in spans}
+
+
+def test_what_each_stage_of_a_pipeline_did_is_below_prefill_and_decode(read_spans) -> None:
+    def did(stage: int, start_s: int) -> StageTime:
+        numbers = {
+            "compute_s": 0.5,
+            "turn_wait_s": 0.25,
+            "bubble_s": 0.125 * stage,
+            "hop_s": 0.0,
+            "hop_bytes": 64 * stage,
+        }
+        start_ns = start_s * 10**9
+        return StageTime(
+            stage=stage, num_micro_batches=2, start_unix_ns=start_ns, end_unix_ns=start_ns + 10**9, **numbers
+        )
+
+    one = Harness()
+    plain_stepped = SequenceSpans.stepped
+    steps = iter(range(1_000_000, 2_000_000, 10))
+
+    def stepped(spans: SequenceSpans) -> None:
+        start_s = next(steps)
+        plain_stepped(spans, [did(stage, start_s + stage) for stage in range(2)])
+
+    with patch.object(SequenceSpans, "stepped", stepped):
+        one.run(PROMPT, max_tokens=4)
+    one.close()
+    spans = read_spans()
+    parents = {span["span_id"]: span["name"] for span in spans}
+    stages = [(parents.get(span["parent_span_id"]), span) for span in spans if span["name"].startswith("stage.")]
+    assert [(parent, span["name"]) for parent, span in stages] == [
+        ("engine.prefill", "stage.0"),
+        ("engine.prefill", "stage.1"),
+        ("engine.decode", "stage.0"),
+        ("engine.decode", "stage.1"),
+    ]
+    last = stages[3][1]
+    assert last["attributes"]["remora.stage.micro_batches"] == 6
+    assert last["attributes"]["remora.stage.bubble_s"] == 0.375
+    assert last["attributes"]["remora.stage.hop_bytes"] == 192
+    assert (last["start_ns"], last["end_ns"]) == (1_000_011 * 10**9, 1_000_032 * 10**9)
