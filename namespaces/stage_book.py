@@ -40,7 +40,6 @@ from remora.namespaces.commands import (
     OverQuota,
     Preempt,
     Publish,
-    Published,
     Refused,
     Release,
     Released,
@@ -48,11 +47,11 @@ from remora.namespaces.commands import (
     Relocated,
     Wait,
 )
+from remora.namespaces.stage_gather import STALE, Gather, first_wrong, published
 from remora.namespaces.stage_run import StageRun
 from remora.platform.base.errors import IntegrityError
 from remora.platform.base.ids import GeometryId, SequenceId
 
-_STALE: Final = "StaleLease"
 #: Events of a pipeline are acknowledged to nobody, except those of stage 0 that are passed on as they are.
 _NO_EVENT: Final = 0
 
@@ -152,7 +151,7 @@ class StageBook:
         self.calls = deque(call for call in self.calls if call.stage != stage)
         pending, self._pending[stage] = self._pending[stage], deque()
         for take in pending:
-            take(Refused(error=_STALE, message=reason))
+            take(Refused(error=STALE, message=reason))
         for run in list(self.runs.values()):
             run.parts[stage].forget()
             if run.is_running:
@@ -228,7 +227,7 @@ class StageBook:
                 if run.asked == stage:
                     self._let_go(run, range(stage + 1, self.num_stages))
                     self._announce(run, position)
-            case Refused(error=error) if error == _STALE and stage > 0:
+            case Refused(error=error) if error == STALE and stage > 0:
                 pass  # the stage is lost, which says the rest
             case OverQuota() | Refused():
                 self._give_up(run, answer)
@@ -284,7 +283,7 @@ class StageBook:
             self._answer(command, Refused(error="UnknownSequence", message=message))
             return
         growing = [(self.runs[item.sequence_id], item.num_blocks) for item in command.items]
-        gather = _Gather(lambda replies: self._extended(command, growing, replies))
+        gather = Gather(lambda replies: self._extended(command, growing, replies))
         for stage in range(self.num_stages):
             items = tuple(
                 ExtendItem(sequence_id=name, num_blocks=missing)
@@ -307,7 +306,7 @@ class StageBook:
                     run.taken = grant.taken
 
     def _extended(self, command: Extend, growing: list[tuple[StageRun, int]], replies: list[AnyAnswer]) -> None:
-        wrong = next((reply for reply in replies if isinstance(reply, Refused) and reply.error != _STALE), None)
+        wrong = next((reply for reply in replies if isinstance(reply, Refused) and reply.error != STALE), None)
         if wrong is not None:
             self._answer(command, wrong)
             return
@@ -330,7 +329,7 @@ class StageBook:
     # ---- publishing and releasing
 
     def _publish(self, command: Publish) -> None:
-        gather = _Gather(lambda replies: self._answer(command, _published(replies)))
+        gather = Gather(lambda replies: self._answer(command, published(replies)))
         for stage in range(self.num_stages):
             seals = tuple(
                 msgspec.structs.replace(seal, sequence_id=name)
@@ -346,7 +345,7 @@ class StageBook:
     def _release(self, command: Release) -> None:
         runs = [self.runs.pop(name) for name in command.sequence_ids if name in self.runs]
         released = Released(num_released=len(runs))
-        gather = _Gather(lambda replies: self._answer(command, _first_wrong(replies) or released))
+        gather = Gather(lambda replies: self._answer(command, first_wrong(replies) or released))
         for stage in range(self.num_stages):
             names = tuple(name for run in runs if (name := self._forget(run, stage)) is not None)
             if names:
@@ -377,7 +376,7 @@ class StageBook:
             self._pending[stage].append(take)
             self.calls.append(StageCall(stage, command))
         else:
-            take(Refused(error=_STALE, message=f"stage {stage} is away"))
+            take(Refused(error=STALE, message=f"stage {stage} is away"))
 
     def _answer(self, command: AnyCommand, answer: AnyAnswer) -> None:
         if isinstance(command, Admit) and (run := self.runs.get(command.sequence_id)) is not None:
@@ -395,44 +394,3 @@ class StageBook:
         num_held = sum(part.name is not None for run in self.runs.values() for part in run.parts)
         if num_named != num_held:
             raise IntegrityError(f"{num_named} names in pools, {num_held} of them of sequences")
-
-
-class _Gather:
-    """Waits for the answers of several stages."""
-
-    def __init__(self, done: Callable[[list[AnyAnswer]], None]) -> None:
-        self._done = done
-        self._num_expected = 1
-        self._replies: list[AnyAnswer] = []
-
-    def expect(self, take: Callable[[AnyAnswer], None] | None = None) -> Callable[[AnyAnswer], None]:
-        """One more answer will come, and be looked at by `take` when it does."""
-        self._num_expected += 1
-
-        def arrive(answer: AnyAnswer) -> None:
-            if take is not None:
-                take(answer)
-            self._replies.append(answer)
-            self.close()
-
-        return arrive
-
-    def close(self) -> None:
-        """No more will be expected."""
-        self._num_expected -= 1
-        if not self._num_expected:
-            self._done(self._replies)
-
-
-def _published(replies: list[AnyAnswer]) -> AnyAnswer:
-    """A block can be found when every stage has it."""
-    published = [reply for reply in replies if isinstance(reply, Published)]
-    return _first_wrong(replies) or Published(
-        num_sealed=min((reply.num_sealed for reply in published), default=0),
-        num_duplicate=max((reply.num_duplicate for reply in published), default=0),
-    )
-
-
-def _first_wrong(replies: list[AnyAnswer]) -> Refused | None:
-    """A refusal that is not only the loss of a further stage."""
-    return next((reply for reply in replies if isinstance(reply, Refused) and reply.error != _STALE), None)
