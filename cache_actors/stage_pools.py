@@ -76,6 +76,11 @@ class StagePools:
             self._book.lose(stage, reason)
             self._carry()
 
+    def lose_all(self, reason: str) -> None:
+        """Every stage but the engine's own."""
+        for stage in range(1, self.num_stages):
+            self.lose(stage, reason)
+
     def restore(self, stage: int, port: PoolPort) -> None:
         """The stage has a new lease."""
         with self._lock:

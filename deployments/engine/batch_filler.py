@@ -28,8 +28,8 @@ class BatchFiller:
         for sequence, num_tokens in plan:
             if num_tokens != 1:
                 break
-            tokens.append(int(sequence.token_ids[sequence.num_computed_tokens]))
-            context_lens.append(sequence.num_computed_tokens + 1)
+            tokens.append(int(sequence.token_ids[sequence.num_begun_tokens]))
+            context_lens.append(sequence.num_begun_tokens + 1)
             if sequence.num_pending_tokens == 1:
                 logit_rows.append(num_single)
             num_single += 1
@@ -39,7 +39,7 @@ class BatchFiller:
         end = num_single
         for scheduled in plan[num_single:]:
             sequence, num_tokens = scheduled
-            start, first = end, sequence.num_computed_tokens
+            start, first = end, sequence.num_begun_tokens
             end = start + num_tokens
             batch.token_ids_T[start:end] = sequence.token_ids[first : first + num_tokens]
             np.add(self._steps_T[:num_tokens], first, out=batch.positions_T[start:end])

@@ -13,8 +13,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import cast
 
 from remora.cache_actors.port import BlockLoader, EngineCommand, KVSource, PoolPort, StepGate
+from remora.cache_actors.stage_pools import StagePools
 from remora.deployments.engine.base import (
     EmitDeltas,
     EngineConfig,
@@ -23,15 +25,17 @@ from remora.deployments.engine.base import (
     FindNamespace,
     OnFenced,
 )
+from remora.deployments.engine.lanes import Lanes
 from remora.deployments.engine.messages import GenerationRequest, LoadReport
 from remora.deployments.engine.request_book import RequestBook
 from remora.deployments.engine.scheduler import Scheduled, Scheduler
 from remora.deployments.engine.sequence import Phase
-from remora.deployments.engine.step_runner import StepRunner
+from remora.deployments.engine.step_runner import Computed, StepRunner
+from remora.deployments.pipeline.base import PipelineRunner
 from remora.kernels.base import KVMemory
 from remora.namespaces.commands import AnyAnswer, AnyEvent
 from remora.platform.base.clock import Clock
-from remora.platform.base.errors import RemoraError, Unavailable
+from remora.platform.base.errors import RemoraError, StageLost, Unavailable
 from remora.platform.base.ids import RequestId
 
 _log = logging.getLogger(__name__)
@@ -57,9 +61,14 @@ class Engine:
         loader: BlockLoader | None = None,
         own_pool: KVSource | None = None,
         on_fenced: OnFenced | None = None,
+        on_stage_lost: OnFenced | None = None,
     ) -> None:
         """Binds itself to the pool's answers and events. `memory` is the arena in the model's precision; namespaces may
         have others. `emit` and `on_fenced` are called in the engine's thread.
+
+        A pool that is StagePools is a pipeline's, and the model's decoder then a PipelineRunner, which takes its turns
+        by itself. `on_stage_lost` is called in the engine's thread when a step finds out that a stage is gone; requests
+        then wait until the pool has all stages again.
 
         `loader` brings blocks from other pools, and converts those that `own_pool`, by which it knows this one, has in
         another precision; without them everything that is not in this pool as it is wanted is computed.
@@ -71,6 +80,10 @@ class Engine:
         self._on_fenced = on_fenced
         self._scheduler = Scheduler(self._config)
         self._runner = StepRunner(model, gate, self._config)
+        self._on_stage_lost = on_stage_lost
+        self._lanes: Lanes | None = None
+        if isinstance(pool, StagePools):
+            self._lanes = Lanes(self._runner, cast(PipelineRunner, model.decoder), pool)
         self._book = RequestBook(
             model,
             pool,
@@ -84,6 +97,9 @@ class Engine:
             post=self._post,
             fence=self._fence,
         )
+        if self._lanes is not None:
+            self._book.link.flying = self._lanes.flying
+            self._scheduler.num_lanes = self._lanes.num_lanes
         self._name = model.name
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -149,6 +165,8 @@ class Engine:
             if self._thread.is_alive():
                 raise RuntimeError(f"the engine's thread did not end within {timeout_s:g} s")
             self._thread = None
+        if self._lanes is not None:
+            self._lanes.close()
         self._read_inbox()
         self._end_all(Unavailable(f"The replica of {self._name!r} is stopping; send the request again."))
         self._runner.close()
@@ -185,14 +203,19 @@ class Engine:
         book.link.flush()
         # A pool in this process has answered by now.
         self._read_inbox()
+        lanes = self._lanes
         plan = [] if self._is_fenced else scheduler.plan_step()
-        forward_s = self._compute(plan) if plan else 0.0
+        is_busy, forward_s = bool(plan) or bool(lanes), 0.0
+        if lanes is not None:
+            forward_s = self._compute_in_lanes(lanes, plan)
+        elif plan:
+            forward_s = self._settle(self._runner.compute(plan))
         if self._is_fenced:
             return False
         book.link.publish(scheduler.running, self._clock.now_s())
         book.link.flush()
         self._emit()
-        if not plan:
+        if not is_busy:
             if self._config.debug and not self._inbox:
                 self.check_integrity()
             return False
@@ -207,10 +230,48 @@ class Engine:
         while self._inbox and not self._is_fenced:
             self._inbox.popleft()()
 
-    def _compute(self, plan: list[Scheduled]) -> float:
-        """Forward pass, sampling and commit; returns the seconds of the pass, its turn included."""
+    def _compute_in_lanes(self, lanes: Lanes, plan: list[Scheduled]) -> float:
+        """Begins a step, and ends the oldest when all lanes are busy or there is nothing to begin; as `_settle`."""
+        started_s = time.perf_counter()
+        forward_s = 0.0
+        try:
+            if plan:
+                self._begin(lanes, plan)
+                forward_s = time.perf_counter() - started_s
+            if lanes.is_full or (lanes and not plan):
+                forward_s += self._settle(lanes.finish())
+        except StageLost as error:
+            self._lose_stages(lanes, plan, error)
+        return forward_s
+
+    def _begin(self, lanes: Lanes, plan: list[Scheduled]) -> None:
+        """Raises StageLost."""
+        try:
+            lanes.begin(plan)
+        except StageLost:
+            raise
+        except Exception as error:  # stage 0 could not compute it; the steps before it are not concerned
+            _log.warning("a step of %d sequences failed: %s", len(plan), error, exc_info=True)
+            while lanes:
+                self._settle(lanes.finish())
+            current = [scheduled for scheduled in plan if scheduled.sequence.phase is Phase.RUNNING]
+            self._settle(lanes.compute_each_alone(current, error))
+
+    def _lose_stages(self, lanes: Lanes, plan: list[Scheduled], error: StageLost) -> None:
+        """Whoever was computed for gives its blocks back and comes again."""
+        _log.error("the pipeline of %s is broken: %s", self._name, error)
+        lost = [*lanes.abandon(), *(scheduled.sequence for scheduled in plan)]
+        assert isinstance(self._pool, StagePools), "only a pipeline has lanes"
+        self._pool.lose_all(str(error))
+        for sequence in dict.fromkeys(lost):
+            if sequence.phase is Phase.RUNNING:
+                self._book.on_preempted(sequence, str(error))
+        if self._on_stage_lost is not None:
+            self._on_stage_lost(str(error))
+
+    def _settle(self, computed: Computed) -> float:
+        """Sampling and commit behind a forward pass; returns the seconds of the pass, its turn included."""
         book = self._book
-        computed = self._runner.compute(plan)
         book.counters.turn_wait_s.observe(computed.turn_wait_s)
         book.counters.turn_s += computed.turn_s
         if not self._pool.may_emit():
@@ -291,3 +352,5 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises IntegrityError when an invariant of the engine's state does not hold. Between steps only."""
         self._book.check_integrity()
+        if self._lanes is not None:
+            self._lanes.check_integrity()

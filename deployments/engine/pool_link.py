@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, assert_never
 
 from remora.cache_actors.port import EngineCommand, PoolPort
@@ -102,6 +102,8 @@ class PoolLink:
         self._run_numbers = itertools.count(1)
         self._seals: list[Seal] = []
         self._released: list[SequenceId] = []
+        #: Steps under way write to the blocks of these runs: they are not given back before those are done.
+        self.flying: Collection[SequenceId] = ()
         self._last_publish_s = -1e9
         #: Not done yet, in order.
         self._relocations: deque[Relocate] = deque()
@@ -189,8 +191,10 @@ class PoolLink:
         """Sends what `release` collected: seals first, so that they stay cached."""
         self._send_seals()
         if self._released:
-            self._port.send(Release(lease_id=_NO_LEASE, sequence_ids=tuple(self._released)))
-            self._released.clear()
+            free = [name for name in self._released if name not in self.flying]
+            self._released = [name for name in self._released if name in self.flying]
+            if free:
+                self._port.send(Release(lease_id=_NO_LEASE, sequence_ids=tuple(free)))
 
     def _send_seals(self) -> None:
         if self._seals:

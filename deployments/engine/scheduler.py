@@ -32,6 +32,8 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        #: Steps that are under way at once.
+        self.num_lanes = 1
         self.hints = PrefixHints()
         self.waiting = WaitingQueue(quantum_tokens=4.0 * config.max_step_tokens, hints=self.hints)
         #: In order of admission.
@@ -112,7 +114,8 @@ class Scheduler:
         """Sequences at the end of their log first, one token each; then the others catch up with what is left.
 
         Never more tokens or sequences than a batch holds. Sequences that wait for a block are left out. Where not all
-        fit, those that waited longest go first, and one place stays for a sequence that catches up.
+        fit, those that waited longest go first, and one place stays for a sequence that catches up. With several lanes,
+        whose steps overlap, one lane takes its share of the sequences.
         """
         config = self._config
         decoding: list[Sequence] = []
@@ -121,6 +124,8 @@ class Scheduler:
             if sequence.num_free_slots > 0 and sequence.num_computable_tokens > 0:
                 (decoding if sequence.num_pending_tokens == 1 else behind).append(sequence)
         budget, places = config.max_step_tokens, config.max_num_seqs
+        if self.num_lanes > 1:
+            places = min(places, -(-len(self.running) // self.num_lanes))
         most = min(budget, places) - (1 if behind and min(budget, places) > 1 else 0)
         if len(decoding) > most:
             decoding = sorted(decoding, key=lambda item: item.last_turn_no)[:most]

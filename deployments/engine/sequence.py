@@ -106,6 +106,8 @@ class Sequence:
         self.num_blocks = 0
         #: Tokens whose KV lies in the blocks.
         self.num_computed_tokens = 0
+        #: Tokens behind those that steps under way compute: only a pipeline has such steps between two looks at it.
+        self.num_flying_tokens = 0
         self.num_published_blocks = 0
         self.block_names = BlockNames()
         self.is_extend_pending = False
@@ -161,7 +163,7 @@ class Sequence:
     @property
     def num_computable_tokens(self) -> int:
         """Tokens that can be computed now, room aside."""
-        return 0 if self.is_edit_pending or self.is_load_pending else self.horizon - self.num_computed_tokens
+        return 0 if self.is_edit_pending or self.is_load_pending else self.horizon - self.num_begun_tokens
 
     @property
     def due_removal(self) -> Removal | None:
@@ -173,9 +175,14 @@ class Sequence:
         return self.window.next_removal
 
     @property
+    def num_begun_tokens(self) -> int:
+        """Tokens that are computed, or will be by steps under way."""
+        return self.num_computed_tokens + self.num_flying_tokens
+
+    @property
     def num_pending_tokens(self) -> int:
-        """Tokens of the log that are not computed yet; 1 means that it decodes."""
-        return self.num_tokens - self.num_computed_tokens
+        """Tokens of the log that no step has begun to compute; 1 means that it decodes."""
+        return self.num_tokens - self.num_begun_tokens
 
     def append(self, token_id: int) -> None:
         """Adds an output token to the log."""
@@ -256,7 +263,7 @@ class Sequence:
     @property
     def num_free_slots(self) -> int:
         """Tokens that can still be computed into the blocks it holds."""
-        return self.num_blocks * self.block_tokens - self.num_computed_tokens
+        return self.num_blocks * self.block_tokens - self.num_begun_tokens
 
     def start_run(self, admitted: Admitted) -> None:
         """Takes the blocks of an admission; what they hold already needs no computing."""
@@ -319,7 +326,7 @@ class Sequence:
         """Forgets the blocks; the log stays."""
         self.sequence_id = None
         self.block_names = BlockNames()
-        self.num_blocks = self.num_computed_tokens = self.num_published_blocks = 0
+        self.num_blocks = self.num_computed_tokens = self.num_flying_tokens = self.num_published_blocks = 0
         self.is_extend_pending = self.is_edit_pending = self.is_load_pending = False
         self.extend_after_s = 0.0
 
@@ -350,6 +357,10 @@ class Sequence:
         holds = self.phase is Phase.RUNNING
         for is_true, sentence in (
             (self.num_output_tokens >= 0 and self.num_tokens <= len(self.token_ids), "token log within its bounds"),
+            (
+                0 <= self.num_flying_tokens <= self.num_tokens - self.num_computed_tokens,
+                "steps under way are in the log",
+            ),
             (holds or self.num_blocks == 0, "only running sequences hold blocks"),
             (holds == (self.num_blocks > 0), "running sequences hold blocks"),
             (0 <= self.num_computed_tokens <= max(0, self.num_tokens - 1), "the last token is never computed ahead"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from remora.deployments.engine.sampler import LogSumExp, Sampled, Sampler, Weigh
 from remora.deployments.engine.scheduler import Scheduled
 from remora.deployments.engine.sequence import Sequence
 from remora.namespaces.geometry import KVGeometry
-from remora.platform.base.errors import KernelError
+from remora.platform.base.errors import KernelError, StageLost
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class StepRunner:
     def compute(self, plan: list[Scheduled]) -> Computed:
         """Runs the forward passes; waits for the device's turns. Errors of the decoder are in the result."""
         sampling = [scheduled.sequence for scheduled in plan if scheduled.wants_logits]
-        masks = self._start_masks(sampling)
+        masks = self.start_masks(sampling)
         started_s = time.perf_counter()
         self._turn_wait_s = self._turn_s = 0.0
         try:
@@ -108,7 +109,8 @@ class StepRunner:
     def close(self) -> None:
         self.grammar_worker.close()
 
-    def _start_masks(self, sampling: Items[Sequence]) -> Future[None] | None:
+    def start_masks(self, sampling: Items[Sequence]) -> Future[None] | None:
+        """Begins to fill the masks of grammars; they must be full before `sample`."""
         matchers: list[GrammarMatcher] = [item.grammar for item in sampling if item.grammar is not None]
         return self.grammar_worker.fill_masks(matchers) if matchers else None
 
@@ -117,17 +119,21 @@ class StepRunner:
             return self._forward(plan)
         except Exception as error:  # a back-end's own errors as well as KernelError
             _log.warning("a step of %d sequences failed: %s", len(plan), error, exc_info=True)
-            return self._compute_each_alone(plan, error)
+            return self.compute_each_alone(plan, error, self._forward)
 
     def _filler(self, geometry: KVGeometry) -> BatchFiller:
         filler = self._fillers.get(geometry)
         if filler is None:
-            filler = self._fillers[geometry] = BatchFiller(
-                max_tokens=self._config.max_step_tokens,
-                max_sequences=self._config.max_num_seqs,
-                max_blocks=-(-(self._model.max_model_len + 1) // geometry.block_tokens),
-            )
+            filler = self._fillers[geometry] = self.new_filler(geometry)
         return filler
+
+    def new_filler(self, geometry: KVGeometry) -> BatchFiller:
+        """With room for every step of the model."""
+        return BatchFiller(
+            max_tokens=self._config.max_step_tokens,
+            max_sequences=self._config.max_num_seqs,
+            max_blocks=-(-(self._model.max_model_len + 1) // geometry.block_tokens),
+        )
 
     def _forward(self, plan: list[Scheduled]) -> Computed:
         """One pass over sequences of one precision. Its logits are valid until the next."""
@@ -141,14 +147,18 @@ class StepRunner:
                 logits_RV = self._decoder.forward(batch, memory)
             finally:
                 self._turn_s += time.perf_counter() - given_s
-        if logits_RV.shape != (batch.num_logit_rows, self._vocab_size):
-            raise KernelError(
-                f"logits of shape {logits_RV.shape} instead of {(batch.num_logit_rows, self._vocab_size)}"
-            )
         sampling = [scheduled.sequence for scheduled in plan if scheduled.wants_logits]
-        if not batch.not_finite_S[: len(plan)].any():
+        return self.computed(plan, sampling, logits_RV, batch.not_finite_S[: len(plan)])
+
+    def computed(
+        self, plan: list[Scheduled], sampling: list[Sequence], logits_RV: Float32, not_finite_S: NDArray[np.uint8]
+    ) -> Computed:
+        """A pass that is done. Raises KernelError for logits of another shape than the batch asked for."""
+        if logits_RV.shape != (len(sampling), self._vocab_size):
+            raise KernelError(f"logits of shape {logits_RV.shape} instead of {(len(sampling), self._vocab_size)}")
+        if not not_finite_S.any():
             return Computed(plan=plan, sampling=sampling, logits_RV=logits_RV)
-        return self._without(batch.not_finite_S[: len(plan)] != 0, plan, sampling, logits_RV)
+        return self._without(not_finite_S != 0, plan, sampling, logits_RV)
 
     def _without(
         self, marked_S: NDArray[np.bool_], plan: list[Scheduled], sampling: list[Sequence], logits_RV: Float32
@@ -171,8 +181,12 @@ class StepRunner:
             failed=failed,
         )
 
-    def _compute_each_alone(self, plan: list[Scheduled], error: Exception) -> Computed:
+    def compute_each_alone(
+        self, plan: list[Scheduled], error: Exception, forward: Callable[[list[Scheduled]], Computed]
+    ) -> Computed:
+        """After a pass over the plan has failed: each sequence has one of its own. Raises StageLost."""
         done: list[Scheduled] = []
+        sampling: list[Sequence] = []
         rows: list[Float32] = []
         failed: list[tuple[Sequence, Exception]] = []
         for scheduled in plan:
@@ -180,16 +194,19 @@ class StepRunner:
                 failed.append((scheduled.sequence, error))
                 break
             try:
-                alone = self._forward([scheduled])
+                alone = forward([scheduled])
+            except StageLost:
+                raise
             except Exception as own_error:
                 failed.append((scheduled.sequence, own_error))
             else:
                 rows.append(alone.logits_RV.copy())
                 done.extend(alone.plan)
+                sampling.extend(alone.sampling)
                 failed.extend(alone.failed)
         return Computed(
             plan=done,
-            sampling=[scheduled.sequence for scheduled in done if scheduled.wants_logits],
+            sampling=sampling,
             logits_RV=np.concatenate(rows) if rows else np.empty((0, self._vocab_size), np.float32),
             failed=failed,
         )

@@ -43,7 +43,8 @@ def test_filling_in_place_equals_building_anew(seed) -> None:
         chosen = [runs[i] for i in rng.permutation(6)[: int(rng.integers(1, 6))]]
         plan = []
         for run in chosen:
-            run.num_pending_tokens = run.num_tokens - run.num_computed_tokens
+            run.num_begun_tokens = run.num_computed_tokens
+            run.num_pending_tokens = run.num_tokens - run.num_begun_tokens
             plan.append(Scheduled(run, int(rng.integers(1, min(run.num_pending_tokens, 10) + 1))))
         plan.sort(key=lambda scheduled: scheduled.num_tokens != 1)
         expected = StepBatch(**SIZES)
