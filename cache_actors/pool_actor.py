@@ -193,12 +193,13 @@ class PoolActor:
         """Moves the blocks of the namespace's geometry together, round by round. Compacted, or Refused."""
         return await compact(self._commit, namespace_id)
 
-    async def quantise(self, data: bytes) -> AnyAnswer:
+    async def quantise(self, namespace_id: NamespaceId, data: bytes) -> AnyAnswer:
         """Does rounds of a Quantise command, others' calls in between. Quantised, or Refused, as always on a GPU."""
         if self._settings.device.kind != "cpu":
             message = "blocks in the memory of a GPU are not re-encoded yet: trim the namespace instead"
             return Refused(error=InvalidRequest.__name__, message=message)
-        return await quantise(self._commit, msgspec.msgpack.decode(data, type=Quantise))
+        command = msgspec.msgpack.decode(data, type=Quantise)
+        return await quantise(self._commit, msgspec.structs.replace(command, namespace_id=namespace_id))
 
     async def end_sessions(self, session_ids: list[SessionId]) -> None:
         """These sessions are over: what only they had cached goes before anything else."""

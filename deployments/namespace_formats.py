@@ -22,8 +22,9 @@ from remora.deployments.models.kv_identity import KVIdentity
 from remora.deployments.models.load import LoadedModel
 from remora.kernels.base import KVMemory
 from remora.namespaces.geometry import KVGeometry, KVPrecision
+from remora.namespaces.quantise_commands import KVFormat, Quantise
 from remora.platform.base.errors import RemoraError, Unavailable
-from remora.platform.base.ids import NamespaceId
+from remora.platform.base.ids import LeaseId, NamespaceId
 from remora.platform.base.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,18 @@ class NamespaceFormats:
         """Other precisions than the namespace's in which its sessions may have KV, with their fingerprints."""
         own = self._formats[namespace_id].memory.geometry
         return [each for each in self._siblings if each[0] != own]
+
+    def quantise_command(self, namespace_id: NamespaceId) -> Quantise:
+        """What tells a pool to re-encode what the namespace has cached in other precisions into its own."""
+        memory, fingerprint, *_ = self._formats[namespace_id]
+        return Quantise(
+            lease_id=LeaseId(""),
+            namespace_id=namespace_id,
+            target=KVFormat(geometry=memory.geometry, fingerprint=fingerprint),
+            sources=tuple(
+                KVFormat(geometry=geometry, fingerprint=other) for geometry, other in self.siblings(namespace_id)
+            ),
+        )
 
     def cards(self) -> dict[NamespaceId, NamespaceCard]:
         """What routers must know of each."""

@@ -14,6 +14,7 @@ from remora.cache_actors.pool_handles import find_pools
 from remora.cache_actors.pool_messages import PoolBinding, PoolDescription
 from remora.namespaces.commands import Compacted, Quota, Refused, Trimmed
 from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.quantise_commands import Quantise, Quantised
 from remora.namespaces.quota_changes import change_of, quota_of
 from remora.namespaces.report import NamespaceReport
 from remora.platform.base.errors import InvalidRequest, Unavailable
@@ -71,6 +72,10 @@ class ClusterPools:
         """Moves the blocks of the namespace's geometry together in each pool. By pool."""
         return await self._of_each(namespace_id, "compact", Compacted)
 
+    async def quantise(self, namespace_id: NamespaceId, command: Quantise) -> dict[str, Quantised]:
+        """Re-encodes what the namespace has cached in each pool. By pool. Raises InvalidRequest if one cannot."""
+        return await self._of_each(namespace_id, "quantise", Quantised, msgspec.msgpack.encode(command))
+
     async def _of_each(
         self, namespace_id: NamespaceId, method: str, kind: type[Result], *arguments: Any
     ) -> dict[str, Result]:
@@ -81,6 +86,8 @@ class ClusterPools:
         ]
         found: dict[str, Result] = {}
         for (_, pool_id, _), answer in zip(holders, await asyncio.gather(*calls), strict=True):
+            if isinstance(answer, Refused):
+                raise answer.as_error()
             if not isinstance(answer, kind):
                 raise Unavailable(f"Pool {pool_id} did not {method} {namespace_id!r}: {answer}")
             found[pool_id] = answer

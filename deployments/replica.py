@@ -211,6 +211,12 @@ class ModelReplica:
         self._hub.wake_all()
         return b""
 
+    async def quantise_command(self, namespace_id: str, *, target: str) -> bytes:
+        """Quantise, for pools: from every precision of the model that this pool knows to that of the namespace."""
+        own = self._catalog.find_namespace(ModelId(self._model.name), namespace_id)
+        await self._formats.refresh()
+        return _encoder.encode(self._formats.quantise_command(own))
+
     async def submit(self, data: bytes, *, target: str) -> bytes:
         """Takes a list of GenerationRequest. Raises Unavailable for a router without an open feed."""
         requests = _requests_decoder.decode(data)

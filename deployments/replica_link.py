@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest
 from remora.deployments.model_card import ModelCard
 from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.quantise_commands import Quantise
 from remora.platform.base.ids import NamespaceId, RequestId, RouterId
 
 
@@ -51,6 +52,10 @@ class ReplicaLink(Protocol):
 
     async def refresh_namespaces(self) -> None:
         """Lets new requests have the precisions that the pool says namespaces have."""
+        ...
+
+    async def quantise_command(self, namespace_id: NamespaceId) -> Quantise:
+        """What a pool must be told to re-encode the namespace's cache into the precision that it has by now."""
         ...
 
     async def stats(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from remora.deployments.engine.messages import FeedMessage, GenerationRequest
 from remora.deployments.model_card import ModelCard
 from remora.deployments.targeting import TARGET
 from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.quantise_commands import Quantise
 from remora.platform.base.errors import RemoraError, Unavailable
 from remora.platform.base.ids import NamespaceId, ReplicaId, RequestId, RouterId
 
@@ -55,6 +56,9 @@ class ServeLink:
 
     async def refresh_namespaces(self) -> None:
         await self._call("refresh_namespaces")
+
+    async def quantise_command(self, namespace_id: NamespaceId) -> Quantise:
+        return msgspec.msgpack.decode(await self._call("quantise_command", namespace_id), type=Quantise)
 
     async def stats(self) -> dict[str, Any]:
         return dict(msgspec.msgpack.decode(await self._call("stats")))

@@ -108,6 +108,24 @@ def compact(name: str, url: str | None) -> None:
 
 @ns.command()
 @click.argument("name")
+@click.option("--kv", help="A word, or K/V; default: that of new requests, or int8 if it is not quantised.")
+@url_option
+def quantize(name: str, kv: str | None, url: str | None) -> None:
+    """Re-encodes a namespace's cache into a cheaper KV precision, which new requests get too."""
+    body = {} if kv is None else {"kv_precision": kv_words(kv)}
+    with make_client(url) as client:
+        pools = send_json(client, "POST", f"/v1/namespaces/{name}/quantize", body)["pools"]
+    counts = ["num_converted_blocks", "num_freed_blocks", "num_left_blocks"]
+    sizes = ["before_bytes", "after_bytes"]
+    rows = [
+        [pool_id, *(each[key] for key in counts), *(size_text(each[key]) for key in sizes)]
+        for pool_id, each in pools.items()
+    ]
+    print_table(["POOL", "BLOCKS WRITTEN", "BLOCKS FREED", "BLOCKS LEFT", "HELD BEFORE", "HELD AFTER"], rows)
+
+
+@ns.command()
+@click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @url_option
 def advise(name: str, as_json: bool, url: str | None) -> None:

@@ -9,8 +9,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from remora.deployments.precision_change import change_precision
+from remora.deployments.precision_change import change_precision, quantise
 from remora.namespaces.commands import Compacted, Quota, Trimmed
+from remora.namespaces.quantise_commands import Quantised
 from remora.platform.base.config_types import DEVICE_TIER, Tier
 from remora.platform.base.ids import NamespaceId
 from remora.platform.base.model_config import KVPrecision, precision_pair
@@ -62,6 +63,15 @@ class TrimBody(BaseModel):
     to: Annotated[ByteSize, Field(ge=0)] | None = None
 
 
+class QuantizeBody(BaseModel):
+    """POST /v1/namespaces/{name}/quantize."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    #: New requests get it too; default: the one that they get, or int8 if that is not quantised.
+    kv_precision: KVPrecision | None = None
+
+
 def namespace_routes(services: Services) -> APIRouter:
     router = APIRouter()
     catalog = services.core.catalog
@@ -99,10 +109,21 @@ def namespace_routes(services: Services) -> APIRouter:
         await read_model(request, EmptyBody, max_bytes)
         return by_pool(await services.pools.compact(namespace_id))
 
+    @router.post("/v1/namespaces/{name:path}/quantize", openapi_extra=json_body(QuantizeBody))
+    async def quantize(request: Request, name: str) -> Response:
+        """Re-encodes what it has cached in other KV precisions in every pool, and frees the old blocks."""
+        namespace_id = catalog.known_namespace(name)
+        body = await read_model(request, QuantizeBody, max_bytes)
+        wanted = None if body.kv_precision is None else precision_pair(body.kv_precision)
+        (k_precision, v_precision), answers = await quantise(services.core, services.pools, namespace_id, wanted)
+        return by_pool(answers, kv_precision={"k": k_precision, "v": v_precision})
+
     return router
 
 
-def by_pool(answers: Mapping[str, Trimmed] | Mapping[str, Compacted]) -> Response:
+def by_pool(
+    answers: Mapping[str, Trimmed] | Mapping[str, Compacted] | Mapping[str, Quantised], **more: object
+) -> Response:
     """What each pool did, without the answer's own tag."""
     pools = {pool_id: msgspec.structs.asdict(answer) for pool_id, answer in sorted(answers.items())}
-    return MsgspecJSONResponse({"pools": pools})
+    return MsgspecJSONResponse({**more, "pools": pools})

@@ -15,6 +15,7 @@ from remora.deployments.router import RouterCore
 from remora.deployments.session_turns import SessionTurns
 from remora.namespaces.commands import Compacted, Quota, Trimmed
 from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.quantise_commands import Quantise, Quantised
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.ids import BlockHash, ModelId, NamespaceId
 from remora.platform.base.model_config import ModelConfig
@@ -51,6 +52,10 @@ class PoolReports(Protocol):
 
     async def trim(self, namespace_id: NamespaceId, target_bytes: int | None) -> Mapping[str, Trimmed]:
         """Gives up its cache down to a size in each pool. Raises Unavailable."""
+        ...
+
+    async def quantise(self, namespace_id: NamespaceId, command: Quantise) -> dict[str, Quantised]:
+        """Re-encodes its cache in each pool. Raises InvalidRequest, Unavailable."""
         ...
 
     async def compact(self, namespace_id: NamespaceId) -> Mapping[str, Compacted]:

@@ -157,6 +157,50 @@ def test_a_namespace_gets_another_kv_precision_while_a_request_runs(platform: An
     assert platform.get(path)["kv_precision"] == {"k": "bf16", "v": "bf16"}
 
 
+def test_sessions_keep_their_cache_through_changes_of_kv_precision_and_strangers_find_nothing_of_it(
+    platform: Any,
+) -> None:
+    path, model = "/v1/namespaces/smollm2-int8", "smollm2-int8"
+    long = "Tell me about rays that live at the bottom of the sea, and about the fish that travel with them. " * 5
+
+    def turn(session_id: str, content: str) -> Any:
+        answer = platform.chat(content, model=model, session_id=session_id, max_tokens=16)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]
+
+    def begin(content: str) -> tuple[str, int]:
+        made = platform.http.post("/v1/sessions", json={"model": model}).json()["id"]
+        usage = turn(made, content)
+        return made, (usage["total_tokens"] - 1) // 32 * 32
+
+    one, num_full = begin(long)
+    assert num_full >= 96
+    platform.http.put(path, json={"kv_precision": "int8"})
+    details = turn(one, "And who eats them?")["prompt_tokens_details"]
+    assert details["converted_tokens"] == details["cached_tokens"] == num_full
+    log = platform.get(f"/v1/sessions/{one}?include_tokens=true")["token_ids"]
+    stranger = {"model": model, "prompt": log, "max_tokens": 1, "temperature": 0}
+    assert platform.http.post("/v1/completions", json=stranger).json()["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 0
+    }
+    details = turn(one, "Why?")["prompt_tokens_details"]
+    assert "converted_tokens" not in details
+    assert details["cached_tokens"] > num_full
+    platform.http.put(path, json={"kv_precision": "bf16"})
+    other, num_full = begin("Say it in French, please. " + long)
+    answer = platform.http.post(f"{path}/quantize", json={}).json()
+    assert answer["kv_precision"] == {"k": "int8", "v": "int8"}, "the default where nothing is quantised"
+    (pool,) = answer["pools"].values()
+    assert pool["num_converted_blocks"] >= num_full // 32
+    assert pool["num_left_blocks"] == 0
+    assert pool["after_bytes"] < pool["before_bytes"]
+    details = turn(other, "And who eats them?")["prompt_tokens_details"]
+    assert details == {"cached_tokens": num_full}, "found as it was re-encoded"
+    platform.http.put(path, json={"kv_precision": "bf16"})
+    for session_id in (one, other):
+        platform.http.delete(f"/v1/sessions/{session_id}")
+
+
 def test_models_are_listed_ready(platform: Any) -> None:
     models = {each["id"]: each for each in platform.get("/v1/models")["data"]}
     assert {model: each["ready"] for model, each in models.items()} == {"smollm2": True, "smollm2-int8": True}

@@ -187,6 +187,14 @@ def test_ns_trim_and_compact_say_what_each_pool_did(run: Run, server: FakeServer
     assert run("ns", "compact", "chat", "--url", server.url).out.splitlines()[-1].split() == ["one", "7", "2", "1", "4"]
 
 
+def test_ns_quantize_says_what_each_pool_wrote_freed_and_holds(run: Run, server: FakeServer) -> None:
+    done = {"num_converted_blocks": 7, "num_freed_blocks": 6, "num_left_blocks": 1, "before_bytes": 4096,
+            "after_bytes": 2048}  # fmt: skip
+    server.documents["/v1/namespaces/chat/quantize"] = {"pools": {"one": done}}
+    ran = run("ns", "quantize", "chat", "--kv", "int8", "--url", server.url)
+    assert ran.out.splitlines()[-1].split() == ["one", "7", "6", "1", "4", "KiB", "2", "KiB"]
+
+
 def test_ns_set_asks_for_something_to_change(run: Run, server: FakeServer) -> None:
     ran = run("ns", "set", "chat", "--url", server.url)
     assert ran.code == 2

@@ -16,9 +16,10 @@ from remora.deployments.engine.messages import (
 )
 from remora.deployments.feed import FeedHub
 from remora.deployments.model_card import ModelCard, NamespaceCard
-from remora.namespaces.geometry import KVPrecision
+from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
+from remora.namespaces.quantise_commands import KVFormat, Quantise
 from remora.platform.base.errors import RemoraError, ReplicaLeaving, Unavailable
-from remora.platform.base.ids import ModelId, NamespaceId, PoolId, ReplicaId, RequestId, RouterId
+from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, PoolId, ReplicaId, RequestId, RouterId
 
 
 def token_of(request: GenerationRequest, choice_index: int, position: int) -> int:
@@ -161,6 +162,18 @@ class FakeReplica:
             self.namespaces[namespace_id] = NamespaceCard(fingerprint=fingerprint, block_bytes=128)
         self.card_no += 1
         self.hub.wake_all()
+
+    async def quantise_command(self, namespace_id: NamespaceId) -> Quantise:
+        """From bf16, which it has besides, into what it was prepared for last."""
+        self._check()
+        geometry = KVGeometry(groups=(LayerGroup(num_layers=1, num_kv_heads=1, head_dim=16),), block_tokens=4)
+        target = dict(self.prepared).get(namespace_id, geometry.kv_precision)
+        formats = [
+            KVFormat(geometry=geometry.with_precision(each), fingerprint="/".join(each).encode())
+            for each in (target, geometry.kv_precision)
+        ]
+        sources = tuple(each for each in formats[1:] if each != formats[0])
+        return Quantise(lease_id=LeaseId(""), namespace_id=namespace_id, target=formats[0], sources=sources)
 
     async def stats(self) -> dict[str, Any]:
         self._check()

@@ -15,9 +15,10 @@ from remora.cache_actors.pool_settings import PoolSettings
 from remora.deployments import namespace_formats
 from remora.deployments.models.kv_identity import KVIdentity
 from remora.deployments.namespace_formats import NamespaceFormats
-from remora.deployments.precision_change import change_precision
+from remora.deployments.precision_change import change_precision, quantise
 from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root, sharing_domain
+from remora.namespaces.quantise_commands import Quantise, Quantised
 from remora.platform.base.config import parse_config
 from remora.platform.base.errors import Conflict, InvalidRequest, KernelError, ModelError, PoolError, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId
@@ -31,6 +32,11 @@ class Pools:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, KVPrecision | None]] = []
+        self.commands: list[Quantise] = []
+
+    async def quantise(self, namespace_id: NamespaceId, command: Quantise) -> dict[str, Quantised]:
+        self.commands.append(command)
+        return {"one": Quantised(num_converted_blocks=1)}
 
     async def set_quota(self, namespace_id: NamespaceId, change: Any, kv_precision: KVPrecision | None = None) -> None:
         self.told.append((namespace_id, kv_precision))
@@ -70,6 +76,31 @@ async def test_what_a_replica_refuses_changes_nothing(
         await change_precision(cluster.core, pools, CHAT, INT8, lambda quota: quota)
     assert getattr(caught.value, "field", None) in ("kv_precision", None)
     assert (pools.told, willing.namespaces) == ([], {})
+
+
+async def test_a_cache_that_is_not_quantised_becomes_int8_and_stays_what_it_is_the_next_time(
+    cluster: Any, make_replica: Any
+) -> None:
+    first, second, pools = make_replica("a"), make_replica("b"), Pools()
+    await cluster.add(first, second)
+    assert await quantise(cluster.core, pools, CHAT, None) == (INT8, {"one": Quantised(num_converted_blocks=1)})
+    assert first.prepared == second.prepared == pools.told == [(CHAT, INT8)], "new requests have it first"
+    (command,) = pools.commands
+    assert (command.namespace_id, command.target.geometry.kv_precision) == (CHAT, INT8)
+    assert [each.geometry.kv_precision for each in command.sources] == [("bf16", "bf16")]
+    await quantise(cluster.core, pools, CHAT, None)
+    await quantise(cluster.core, pools, CHAT, INT8)
+    assert pools.told == [(CHAT, INT8)], "nothing else changes"
+    assert len(pools.commands) == 3
+
+
+async def test_nothing_is_quantised_to_a_precision_that_failed_its_gate(cluster: Any, make_replica: Any) -> None:
+    replica, pools = make_replica("a"), Pools()
+    await cluster.add(replica)
+    replica.precision_error = ModelError("it failed its gate")
+    with pytest.raises(Conflict, match="failed its gate"):
+        await quantise(cluster.core, pools, CHAT, ("int4", "int4"))
+    assert (pools.told, pools.commands) == ([], [])
 
 
 async def test_without_a_replica_nobody_can_say_whether_it_can_be_had(cluster: Any) -> None:

@@ -6,12 +6,15 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from remora.deployments import pool_reports
 from remora.deployments.pool_reports import ClusterPools
 from remora.namespaces.commands import Compact, Compacted, Quota, SetQuota, Trim, Trimmed
+from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.namespaces.pool import PoolState, PoolStateConfig
+from remora.namespaces.quantise_commands import KVFormat, Quantise
 from remora.platform.base.errors import InvalidRequest, Unavailable
 from remora.platform.base.ids import LeaseId, ModelId, NamespaceId
 from remora.platform.http.namespaces import QuotaBody
@@ -47,6 +50,10 @@ class FakePool:
     @property
     def compact(self) -> Any:
         return _remote(lambda name: self._set(Compact(lease_id=LeaseId(""), namespace_id=name)))
+
+    @property
+    def quantise(self) -> Any:
+        return _remote(lambda name, data: self._set(msgspec.msgpack.decode(data, type=Quantise)))
 
     @property
     def quota(self) -> Quota:
@@ -94,7 +101,15 @@ async def test_every_pool_says_what_trimming_and_compacting_did(pools: list[Fake
     assert await ClusterPools("c").compact(CHAT) == {"one": Compacted(), "two": Compacted()}
 
 
-@pytest.mark.parametrize(("path", "body"), [("trim", {}), ("trim", {"to": "1MiB"}), ("compact", {})])
+async def test_a_pool_that_does_not_re_encode_says_why(pools: list[FakePool]) -> None:
+    geometry = KVGeometry(groups=(LayerGroup(num_layers=1, num_kv_heads=1, head_dim=16),), block_tokens=4)
+    target = KVFormat(geometry=geometry, fingerprint=b"f")
+    command = Quantise(lease_id=LeaseId(""), namespace_id=CHAT, target=target, sources=())
+    with pytest.raises(InvalidRequest, match="not the precision that namespace 'chat' has"):
+        await ClusterPools("c").quantise(CHAT, command)
+
+
+@pytest.mark.parametrize(("path", "body"), [("trim", {}), ("trim", {"to": "1MiB"}), ("compact", {}), ("quantize", {})])
 async def test_trimming_and_compacting_are_posts(http: Any, path: str, body: dict[str, Any]) -> None:
     assert (await http.post(f"/v1/namespaces/batch/team-a/{path}", json=body)).status_code == 503
     assert (await http.post(f"/v1/namespaces/nobody/{path}", json=body)).status_code == 404
