@@ -7,6 +7,7 @@ parent's log ─┬─ branches of its own model          as it is
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -48,13 +49,13 @@ class BranchLogs:
         except RequestError as error:
             raise wanted.named(error) from None
 
-    async def of(self, wanted: BranchRequest) -> BranchLog:
+    async def of(self, wanted: BranchRequest, trace_context: Mapping[str, str]) -> BranchLog:
         """Raises a RemoraError when the branch's model does not take the log, or has no room for it."""
         place = self._place_of(wanted)
         if place is None:
             return BranchLog(self._parent)
         if place not in self._made:
-            made = self._made[place] = asyncio.create_task(self._make(*place))
+            made = self._made[place] = asyncio.create_task(self._make(*place, trace_context))
             made.add_done_callback(lambda task: task.cancelled() or task.exception())
         # One branch that is given up takes it from no other.
         return await asyncio.shield(self._made[place])
@@ -67,9 +68,9 @@ class BranchLogs:
             return None
         return model_id, self._caller.find_namespace(catalog, model_id, fields.namespace)
 
-    async def _make(self, model_id: ModelId, namespace_id: NamespaceId) -> BranchLog:
+    async def _make(self, model_id: ModelId, namespace_id: NamespaceId, trace_context: Mapping[str, str]) -> BranchLog:
         log = await log_for(self._services, self._parent, model_id, namespace_id)
-        moved, log = await bring(self._services, self._parent, log)
+        moved, log = await bring(self._services, self._parent, log, trace_context)
         state = msgspec.structs.replace(as_state(self._parent, log), owner=moved.replica)
         return BranchLog(state, log, moved)
 

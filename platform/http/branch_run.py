@@ -61,7 +61,7 @@ class BranchRun:
             self._services, request, named, operation, response_id=response_id, parent=parent_span
         )
         self._tokenizer = tokenizer = await self._services.tokenizers.get(generation.model_id)
-        self.log = await self._logs.of(wanted)
+        self.log = await self._logs.of(wanted, parent_span)
         log: SessionLog | None
         if wanted.keep:
             await self._make_session()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -110,7 +110,9 @@ async def _rendered_anew(
         raise InvalidRequest(message, field="model") from error
 
 
-async def bring(services: Services, state: SessionState, log: ModelLog) -> tuple[Moved, ModelLog]:
+async def bring(
+    services: Services, state: SessionState, log: ModelLog, trace_context: Mapping[str, str] | None = None
+) -> tuple[Moved, ModelLog]:
     """Lets the other model have the KV of the log, from wherever it is, before the session goes there. The log comes
     back with what its KV is there.
 
@@ -128,7 +130,7 @@ async def bring(services: Services, state: SessionState, log: ModelLog) -> tuple
         names.REMORA_NAMESPACE: log.namespace_id,
         names.GEN_AI_REQUEST_MODEL: log.model_id,
     }
-    with span(names.MIGRATE_PRECOPY, attributes) as precopy:
+    with span(names.MIGRATE_PRECOPY, attributes, parent=trace_context) as precopy:
         landing = await choose_landing(services, state, log, token_ids, card)
         log = msgspec.structs.replace(log, edits=landing.edits)
         precopy.set_attribute(names.REMORA_REPLICA_ID, landing.replica)

@@ -7,6 +7,7 @@ the rest                       computed
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,11 +50,12 @@ async def choose_landing(
         raise Unavailable(f"No replica of {log.model_id!r} takes requests now; try again.")
     fingerprint = card.of(log.namespace_id).fingerprint
     hashes = _names(services, log.namespace_id, fingerprint, token_ids, card.block_tokens, log.edits)
-    own = await services.pools.find_blocks(log.namespace_id, fingerprint, hashes)
     chain = _other_chain(services, state, log, token_ids, card)
-    others: Mapping[str, int] = {}
+    asked = [services.pools.find_blocks(log.namespace_id, fingerprint, hashes)]
     if chain is not None:
-        others = await services.pools.find_blocks(state.namespace_id, chain.derivation.fingerprint, chain.hashes)
+        asked.append(services.pools.find_blocks(state.namespace_id, chain.derivation.fingerprint, chain.hashes))
+    own, *found = await asyncio.gather(*asked)
+    others: Mapping[str, int] = found[0] if found else {}
     overlap = {PoolId(pool): max(own.get(pool, 0), others.get(pool, 0)) for pool in {*own, *others}}
     key = affinity_key(log.namespace_id, hashes)
     replica = place(key, candidates, len(token_ids), state.owner, overlap).replica_id
@@ -86,11 +88,10 @@ def _other_chain(
 ) -> OtherChain | None:
     """What the log's blocks are called with its present model, as far as the other one takes them; None: not at all.
 
-    KV that was itself taken over is not taken over again: what that costs was never measured. Nor is that of a log of
-    which tokens are still to be taken out.
+    KV that was itself taken over is not taken over again: what that costs was never measured.
     """
     known = services.core.fleet.known_card(state.model_id)
-    if known is None or known.block_tokens != card.block_tokens or log.pending or log.token_bytes != state.token_bytes:
+    if known is None or known.block_tokens != card.block_tokens or log.token_bytes != state.token_bytes:
         return None
     fingerprint = known.of(state.namespace_id).fingerprint
     derivation = next((each for each in card.of(log.namespace_id).takes if each.fingerprint == fingerprint), None)

@@ -115,7 +115,13 @@ def _config(state_dir: Path, otlp_endpoint: str) -> RemoraConfig:
             "devices": [{"name": "cpu0", "arena_bytes": "256MiB", "extent_bytes": "8MiB"}],
             "models": [
                 {"name": "smollm2", "source": SMOLLM2, "num_replicas": 2, "max_model_len": 2048},
-                {"name": "smollm2-int8", "source": SMOLLM2, "weights": "int8", "max_model_len": 2048},
+                {
+                    "name": "smollm2-int8",
+                    "source": SMOLLM2,
+                    "weights": "int8",
+                    "max_model_len": 2048,
+                    "compatible_with": ["smollm2"],
+                },
             ],
             "namespaces": [
                 {"name": "smollm2", "model": "smollm2", "guaranteed": "96MiB"},

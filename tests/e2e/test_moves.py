@@ -113,11 +113,24 @@ def test_a_session_goes_on_with_another_model_and_back(platform: Any) -> None:
         platform.chat(LONG, session_id=session, max_tokens=8)
         log = platform.get(f"/v1/sessions/{session}?include_tokens=true")["token_ids"]
         moved = platform.http.post(f"/v1/sessions/{session}/migrate", json={"to": {"model": "smollm2-int8"}}).json()
-        assert moved["tokens"]["recomputed"] == len(log), "other weights, other KV"
+        num_taken = (len(log) - 1) // 32 * 32
+        assert moved["ranges"] == [
+            {"from": 0, "to": num_taken, "how": "copied", "kv_of": "smollm2"},
+            {"from": num_taken, "to": len(log), "how": "recomputed"},
+        ]
+        edits = platform.get(f"/v1/sessions/{session}")["edits"]
+        assert [(each["position"], each["kind"]) for each in edits] == [(0, "adopted"), (num_taken, "recomputed")]
+        body = {"model": "smollm2-int8", "prompt": log, "max_tokens": 1}
+        stranger = platform.http.post("/v1/completions", json=body).json()
+        assert stranger["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "it is no plain KV of that model"
         answer = platform.chat("And then?", model="smollm2-int8", session_id=session, max_tokens=8).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(log) // 32 * 32, "computed ahead"
         back = platform.http.post(f"/v1/sessions/{session}/migrate", json={"to": {"model": "smollm2"}}).json()
         assert back["tokens"]["shared"] >= (len(log) - 1) // 32 * 32, "what it had computed is there still"
-        assert platform.get(f"/v1/sessions/{session}")["num_turns"] == 2
+        after = platform.get(f"/v1/sessions/{session}")
+        assert (after["num_turns"], after["edits"]) == (2, []), "behind its own KV again"
+        small = {"to": {"model": "smollm2", "namespace": "smollm2/small"}}
+        again = platform.http.post(f"/v1/sessions/{session}/migrate", json=small).json()
+        assert again["tokens"]["recomputed"] == after["num_tokens"], "nothing is shared between namespaces"
     finally:
         platform.http.delete(f"/v1/sessions/{session}")
