@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.pipeline.base import StageTime
 from remora.kernels.base import Decoder, KVMemory
 from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.hashing import Derivation
@@ -189,3 +190,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     turn_wait_s: HistogramStats
     time_to_first_token_s: HistogramStats
     inter_token_s: HistogramStats
+    #: What each stage of a pipeline did since the start, seen from here; empty without one.
+    stages: tuple[StageTime, ...] = ()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from remora.deployments.engine.base import EngineStats, Histogram
+from remora.deployments.pipeline.base import StageTime
+from remora.deployments.pipeline.stage_counters import add_to
 
 _STEP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _WAIT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
@@ -32,6 +35,11 @@ class EngineCounters:
         self.turn_wait_s = Histogram(_STEP_BOUNDS_S)
         self.time_to_first_token_s = Histogram(_WAIT_BOUNDS_S)
         self.inter_token_s = Histogram(_WAIT_BOUNDS_S)
+        self._stages: dict[int, StageTime] = {}
+
+    def add_stages(self, stage_times: Iterable[StageTime]) -> None:
+        """What the stages of a pipeline did for one step."""
+        add_to(self._stages, stage_times)
 
     def stats(
         self, *, num_running: int, num_waiting: int, num_parked: int, num_published_blocks: int, is_fenced: bool
@@ -60,4 +68,5 @@ class EngineCounters:
             turn_wait_s=self.turn_wait_s.stats(),
             time_to_first_token_s=self.time_to_first_token_s.stats(),
             inter_token_s=self.inter_token_s.stats(),
+            stages=tuple(self._stages[stage] for stage in sorted(self._stages)),
         )

@@ -10,7 +10,7 @@ from opentelemetry.trace import Span
 
 from remora.cache_actors.port import KVSource, LoadEnd
 from remora.deployments.pipeline.base import StageTime
-from remora.deployments.pipeline.stage_counters import together
+from remora.deployments.pipeline.stage_counters import add_to
 from remora.namespaces.commands import Admitted, Taken
 from remora.namespaces.geometry import KVPrecision
 from remora.platform.base import telemetry_names as names
@@ -131,9 +131,7 @@ class SequenceSpans:
 
     def stepped(self, stage_times: Iterable[StageTime] = ()) -> None:
         """A step computed a part of the sequence; in a pipeline, with what each stage did for it."""
-        for time_of in stage_times:
-            before = self._stages.get(time_of.stage)
-            self._stages[time_of.stage] = time_of if before is None else together(before, time_of)
+        add_to(self._stages, stage_times)
         if self._first_token_unix_ns:
             self._num_decode_steps += 1
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from remora.deployments.pipeline.base import StageStats, StageTime
 from remora.deployments.pipeline.message import MicroTime
 
@@ -36,8 +38,14 @@ class StageCounters:
         )
 
 
-def together(earlier: StageTime, later: StageTime) -> StageTime:
-    """What one stage did for two steps."""
+def add_to(sums: dict[int, StageTime], stage_times: Iterable[StageTime]) -> None:
+    """Adds what stages did for one more step to what they did before, by stage."""
+    for each in stage_times:
+        before = sums.get(each.stage)
+        sums[each.stage] = each if before is None else _together(before, each)
+
+
+def _together(earlier: StageTime, later: StageTime) -> StageTime:
     return StageTime(
         stage=earlier.stage,
         num_micro_batches=earlier.num_micro_batches + later.num_micro_batches,

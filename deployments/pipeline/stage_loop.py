@@ -21,7 +21,7 @@ from remora.deployments.pipeline.stage_counters import StageCounters
 from remora.kernels.base import KVMemory, StageDecoder
 from remora.kernels.batch import StepBatch
 from remora.kernels.stages import StagePart
-from remora.platform.base.errors import KernelError, StageLost
+from remora.platform.base.errors import KernelError, RemoraError, StageLost
 
 _log = logging.getLogger(__name__)
 
@@ -104,9 +104,10 @@ class StageLoop:
             start_unix_s = time.time()
             try:
                 values = self._decoder.forward_stage(batch, self._memory, message.values)
-            except KernelError as error:
-                _log.warning("stage %d cannot compute a micro-batch: %s", self._part.stage, error)
-                message.fault = f"{type(error).__name__}: stage {self._part.stage}: {error}"
+            except Exception as error:  # a back-end's own errors as well as KernelError
+                _log.warning("stage %d cannot compute a micro-batch: %s", self._part.stage, error, exc_info=True)
+                name = type(error if isinstance(error, RemoraError) else KernelError()).__name__
+                message.fault = f"{name}: stage {self._part.stage}: {error}"
                 values = message.values[:0]
             compute_s = time.perf_counter() - started_s
         if not self._may_write():

@@ -48,6 +48,15 @@ _ENGINE_COUNTERS = {
     "turn_s": ("remora_engine_turn_seconds", "Time for which it had its device's turn."),
     "num_published_blocks": ("remora_engine_published_blocks", "Blocks sealed and published."),
 }
+#: Field of StageTime → name and help.
+_STAGE_COUNTERS = {
+    "num_micro_batches": ("remora_stage_micro_batches", "Micro-batches computed."),
+    "compute_s": ("remora_stage_compute_seconds", "Time for which it computed."),
+    "turn_wait_s": ("remora_stage_turn_wait_seconds", "Time for which it waited for its device's turn."),
+    "bubble_s": ("remora_stage_bubble_seconds", "Time without work while the pipeline had some."),
+    "hop_s": ("remora_stage_hop_seconds", "Time that hidden states took from the stage before."),
+    "hop_bytes": ("remora_stage_hop_bytes", "What came from the stage before."),
+}
 _ENGINE_HISTOGRAMS = {
     "step_s": ("remora_engine_step_seconds", "Duration of a step."),
     "step_overhead_s": ("remora_engine_step_overhead_seconds", "Of that, outside the decoder and its turn."),
@@ -123,6 +132,12 @@ class _Answers(Collector):
             for reason, count in figures["num_finished"].items():
                 finished.add_metric((*labels, reason), float(count))
         yield finished
+        for field, (name, text) in _STAGE_COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=(*_REPLICA_LABELS, "stage"))
+            for labels, figures in self._replicas.items():
+                for stage in figures["stages"]:
+                    counter.add_metric((*labels, str(stage["stage"])), float(stage[field]))
+            yield counter
         for field, (name, text) in _ENGINE_HISTOGRAMS.items():
             histogram = HistogramMetricFamily(name, text, labels=_REPLICA_LABELS)
             for labels, figures in self._replicas.items():
