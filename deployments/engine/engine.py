@@ -274,6 +274,7 @@ class Engine:
         book = self._book
         book.counters.turn_wait_s.observe(computed.turn_wait_s)
         book.counters.turn_s += computed.turn_s
+        book.counters.add_stages(computed.stage_times)
         if not self._pool.may_emit():
             self._fence("the lease's generation or the pool's incarnation has changed")
             return computed.forward_s
@@ -284,7 +285,7 @@ class Engine:
         for sequence, num_tokens in computed.plan:
             is_output = sequence.computes_output
             sequence.num_computed_tokens += num_tokens
-            sequence.spans.stepped()
+            sequence.spans.stepped(computed.stage_times)
             if not is_output:
                 book.counters.num_prompt_tokens += num_tokens
             self._scheduler.waiting.charge(sequence, num_tokens, is_output=is_output)

@@ -23,7 +23,7 @@ from remora.deployments.engine.logits import Float32
 from remora.deployments.engine.scheduler import Scheduled
 from remora.deployments.engine.sequence import Sequence
 from remora.deployments.engine.step_runner import Computed, StepRunner
-from remora.deployments.pipeline.base import PipelineRunner, StageTime, StepResult, Ticket
+from remora.deployments.pipeline.base import PipelineRunner, StepResult, Ticket
 from remora.platform.base.errors import StageLost
 from remora.platform.base.ids import SequenceId
 
@@ -59,7 +59,6 @@ class Lanes:
         self.num_lanes = min(pipeline.num_stages, pipeline.max_in_flight)
         #: Runs that steps under way write for, and how many steps.
         self.flying: Counter[SequenceId] = Counter()
-        self.stage_times: tuple[StageTime, ...] = ()
 
     def __len__(self) -> int:
         """Steps under way."""
@@ -130,7 +129,6 @@ class Lanes:
         result = self._pipeline.collect(ticket)
         # Before anything of it is believed: a stage whose lease is lost may have written anywhere, or nothing.
         self._pools.check_stages()
-        self.stage_times = result.times
         return result
 
     def _forward(self, plan: list[Scheduled]) -> Computed:
@@ -155,6 +153,7 @@ class Lanes:
             sequence.num_flying_tokens -= num_tokens
         computed = self._runner.computed(plan, sampling, logits_RV, marks_S)
         computed.turn_wait_s = sum(each.turn_wait_s for each in result.times)
+        computed.stage_times = result.times
         return computed
 
     def _land(self, flight: _Flight) -> None:

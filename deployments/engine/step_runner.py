@@ -25,6 +25,7 @@ from remora.deployments.engine.logits import Float32
 from remora.deployments.engine.sampler import LogSumExp, Sampled, Sampler, Weigh
 from remora.deployments.engine.scheduler import Scheduled
 from remora.deployments.engine.sequence import Sequence
+from remora.deployments.pipeline.base import StageTime
 from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.errors import KernelError, StageLost
 
@@ -45,6 +46,8 @@ class Computed:
     #: Of that, waiting for the device's turn, and having it.
     turn_wait_s: float = 0.0
     turn_s: float = 0.0
+    #: What each stage of a pipeline did.
+    stage_times: tuple[StageTime, ...] = ()
 
     def with_own_logits(self) -> Computed:
         """Itself, with logits that outlive the decoder's next pass."""

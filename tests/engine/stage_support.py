@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from remora.cache_actors.local_delivery import Delivery
 from remora.cache_actors.local_pool import LocalPool
 from remora.cache_actors.stage_pools import StagePools
-from remora.deployments.pipeline.base import StepResult, Ticket
+from remora.deployments.pipeline.base import StageTime, StepResult, Ticket
 from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch
 from remora.namespaces.geometry import KVGeometry, LayerGroup
@@ -46,6 +46,20 @@ def _copy_of(batch: StepBatch) -> StepBatch:
     for name, value in vars(batch).items():
         setattr(copy, name, value.copy() if isinstance(value, np.ndarray) else value)
     return copy
+
+
+def _did(stage: int) -> StageTime:
+    return StageTime(
+        stage=stage,
+        num_micro_batches=1,
+        start_unix_ns=1,
+        end_unix_ns=2,
+        compute_s=0.5,
+        turn_wait_s=0.0,
+        bubble_s=0.25 * stage,
+        hop_s=0.0,
+        hop_bytes=0,
+    )
 
 
 class FakePipeline(FakeDecoder):
@@ -99,7 +113,7 @@ class FakePipeline(FakeDecoder):
             batch.block_table_SB[: batch.num_sequences] = step.tables_KSB[stage - 1]
             logits_RV = self._compute(stage, batch, self.pools.ports[stage].memory)
             marks_S |= batch.not_finite_S[: batch.num_sequences]
-        return StepResult(logits_RV, marks_S, ())
+        return StepResult(logits_RV, marks_S, tuple(_did(stage) for stage in range(self.num_stages)))
 
     def _compute(self, stage: int, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
         decoder = self.stages[stage]

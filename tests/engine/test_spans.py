@@ -109,7 +109,8 @@ def test_what_each_stage_of_a_pipeline_did_is_below_prefill_and_decode(read_span
     plain_stepped = SequenceSpans.stepped
     steps = iter(range(1_000_000, 2_000_000, 10))
 
-    def stepped(spans: SequenceSpans) -> None:
+    def stepped(spans: SequenceSpans, stage_times: tuple[StageTime, ...]) -> None:
+        assert stage_times == (), "the harness has no pipeline"
         start_s = next(steps)
         plain_stepped(spans, [did(stage, start_s + stage) for stage in range(2)])
 

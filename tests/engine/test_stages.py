@@ -38,6 +38,10 @@ def run_all(harness: StagedHarness, max_tokens: int = 12) -> None:
 def test_a_split_model_says_what_it_says_unsplit(two: StagedHarness) -> None:
     run_all(two)
     assert two.pipeline.most_in_flight == two.pipeline.num_stages, "all lanes were in use"
+    stages = two.engine.stats().stages
+    assert [each.stage for each in stages] == list(range(two.pipeline.num_stages))
+    assert stages[1].num_micro_batches > 12
+    assert stages[1].bubble_s == stages[1].compute_s / 2 > 0
 
 
 def test_a_prefix_that_all_stages_have_is_found(two: StagedHarness) -> None:
