@@ -165,9 +165,12 @@ class Sequence:
     def release(self, ledger: BlockLedger) -> None:
         """Drops all references, tail first, so that children are older than their parents in the eviction order."""
         level = self.admit.priority
+        # What a copy found is as important as to those who had used it.
+        num_kept = self.num_cached if self.admit.background else 0
         self.settle(ledger)
         for position in range(len(self.blocks) - 1, -1, -1):
-            self.blocks[position].level = level
+            if position >= num_kept:
+                self.blocks[position].level = level
             ledger.drop(self.blocks[position])
             anchor = self.anchors.pop(position, None)
             if anchor is not None:

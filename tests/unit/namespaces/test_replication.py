@@ -130,7 +130,7 @@ def test_a_chain_is_found_by_its_last_block_until_that_is_evicted(driver: Driver
 # ---- memory for copies -----------------------------------------------------------------------------------------------
 
 
-def admit_copy(replica: Replica, name: str, tokens: list[int], namespace: str = "ns") -> object:
+def admit_copy(replica: Replica, name: str, tokens: list[int], namespace: str = "ns", priority: int = 0) -> object:
     count = len(tokens) // replica.geometry.block_tokens
     return replica.call(
         Admit,
@@ -140,6 +140,7 @@ def admit_copy(replica: Replica, name: str, tokens: list[int], namespace: str = 
         num_tokens=len(tokens),
         num_blocks=count,
         max_blocks=count,
+        priority=priority,
         background=True,
     )
 
@@ -168,6 +169,16 @@ def test_a_copy_neither_waits_nor_has_anybody_give_way(driver: Driver) -> None:
     driver.restart()
     replica.release("waits", "busy")
     assert isinstance(admit_copy(backup, "three", prompt(4)), Admitted)
+
+
+def test_a_copy_is_worth_less_than_what_was_used_here_and_takes_nothing_from_that(driver: Driver) -> None:
+    replica, backup = driver.lease(), driver.lease("backup")
+    replica.cache("used", "ns", prompt(3))
+    assert isinstance(admit_copy(backup, "copy", prompt(5), priority=-1), Admitted)
+    backup.publish("copy", "ns", prompt(5), start=3)
+    backup.release("copy")
+    blocks = driver.state._parts.index.find(replica.fingerprint, 1, replica.hashes("ns", prompt(5)))
+    assert [each.level for each in blocks] == [0, 0, 0, -1, -1]
 
 
 def test_a_copy_stays_within_its_namespaces_limit() -> None:
