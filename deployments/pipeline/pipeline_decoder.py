@@ -38,8 +38,9 @@ class PipelineLimits:
     max_blocks: int
     max_num_seqs: int
     max_step_tokens: int
-    #: Tokens of a micro-batch at most: a prompt's chunks follow each other through the stages.
-    max_micro_tokens: int = 128
+    #: Tokens of a micro-batch at most: a prompt's chunks follow each other through the stages. Native kernels take the
+    #: same time a token from 32 tokens on; the shorter the chunks, the sooner later stages have work.
+    max_micro_tokens: int = 64
     #: Micro-batches that a step of decoding sequences is cut into at least; 1: overlap comes from steps in flight.
     num_decode_groups: int = 1
     max_in_flight: int = 2

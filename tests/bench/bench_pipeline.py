@@ -149,7 +149,7 @@ def stage_process(
 
 @contextmanager
 def second_stage(
-    shape: DecoderShape, split: tuple[int, ...], lock: Path | None = None, micro_tokens: int = 128
+    shape: DecoderShape, split: tuple[int, ...], lock: Path | None = None, micro_tokens: int = 64
 ) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -164,7 +164,7 @@ def second_stage(
 
 @contextmanager
 def connected(
-    stage: Stage, pipe: Connection, peer: Any, shape: DecoderShape, lock: Path | None = None, micro_tokens: int = 128
+    stage: Stage, pipe: Connection, peer: Any, shape: DecoderShape, lock: Path | None = None, micro_tokens: int = 64
 ) -> Iterator[PipelineDecoder]:
     """Stage 0 here, stage 1 behind the pipe."""
     limits = make_limits(shape, micro_tokens)
@@ -436,7 +436,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=["fp32", "bf16", "int8", "int4"], default="bf16")
     parser.add_argument("--only", default="hops,prefill,decode,shared")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--micro-tokens", type=int, default=128)
+    parser.add_argument("--micro-tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
     only, shape = set(options.only.split(",")), make_shape(options.shape, options.weights)
