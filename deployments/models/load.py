@@ -109,6 +109,15 @@ def read_kv_identity(
     ).identity()
 
 
+def read_shape(model: ModelConfig) -> DecoderShape:
+    """The shape of a model that is to be split, without its weights.
+
+    Raises ModelError as load_model does, and for a model that runs through transformers.
+    """
+    loader = _Loader(model=model, block_tokens=32, num_threads=1, say=logger.debug, make_decoder=None)
+    return loader.splittable().spec.shape
+
+
 def load_model(
     model: ModelConfig,
     *,
@@ -181,23 +190,33 @@ class _Loader:
     part: StagePart | None = None
 
     def load(self) -> LoadedModel:
-        files = resolve_source(self.model)
-        if files.kind == "gguf":
-            return self._own(self._gguf(files.path))
-        folder = self._folder(files.path)
-        return self._own(folder) if isinstance(folder, _Native) else self._transformers(folder)
+        if self.part is not None:
+            return self._own(self.splittable())
+        found = self._found()
+        return self._own(found) if isinstance(found, _Native) else self._transformers(found)
+
+    def splittable(self) -> _Native:
+        return self._native("it cannot be split into stages; leave pipeline_stages out")
 
     def identity(self) -> KVIdentity:
-        files = resolve_source(self.model)
-        native = self._gguf(files.path) if files.kind == "gguf" else self._folder(files.path)
-        if not isinstance(native, _Native):
-            raise ModelError(f"model {self.model.name!r} runs through transformers; no other model can use its KV.")
+        native = self._native("no other model can use its KV")
         return KVIdentity(
             model=self.model.name,
             geometry=self._geometry(native.spec),
             weights_id=self._native_weights_id(native),
             tokenizer_id=native.tokenizer.tokenizer_id,
         )
+
+    def _native(self, consequence: str) -> _Native:
+        """Raises ModelError, with what follows, for a model that runs through transformers."""
+        found = self._found()
+        if not isinstance(found, _Native):
+            raise ModelError(f"model {self.model.name!r} runs through transformers; {consequence}.")
+        return found
+
+    def _found(self) -> _Native | _Foreign:
+        files = resolve_source(self.model)
+        return self._gguf(files.path) if files.kind == "gguf" else self._folder(files.path)
 
     def _gguf(self, path: Path) -> _Native:
         from remora.deployments.models.gguf_config import gguf_spec
@@ -285,11 +304,6 @@ class _Loader:
         from remora.deployments.models.transformers_probe import check_paged_logits
 
         model, (folder, config, context_len, tokenizer) = self.model, foreign
-        if self.part is not None:
-            raise ModelError(
-                f"model {model.name!r}: pipeline_stages: {config.model_type} runs through transformers, which cannot "
-                "be split into stages; leave pipeline_stages out."
-            )
         needed_bytes = transformers_bytes(folder, model)
         self._check_memory(needed_bytes)
         kind = str(config.model_type)

@@ -1,4 +1,4 @@
-"""The hop between two stages, whatever carries it (ring.py on one node, actor_hop.py between nodes)."""
+"""The hop between two stages, whatever carries it: ring.py does on one node."""
 
 from __future__ import annotations
 

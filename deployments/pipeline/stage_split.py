@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from remora.deployments.models.gguf_file import GGUFFile
-from remora.deployments.models.source import resolve_source
+from remora.deployments.models.load import read_shape
 from remora.deployments.pipeline.split import balanced_split, measure_costs
-from remora.kernels.base import DecoderShape
 from remora.platform.base.errors import ModelError
 from remora.platform.base.model_config import ModelConfig
 
@@ -21,7 +19,7 @@ def stage_split(model: ModelConfig, num_threads: Sequence[int]) -> tuple[int, ..
 
     Raises ModelError for a model that cannot be split, or not like this.
     """
-    shape = _read_shape(model)
+    shape = read_shape(model)
     if model.stage_layers:
         if sum(model.stage_layers) != shape.num_layers:
             raise ModelError(
@@ -38,21 +36,3 @@ def stage_split(model: ModelConfig, num_threads: Sequence[int]) -> tuple[int, ..
     split = balanced_split([costs[count] for count in num_threads])
     logger.info("model %s: stages of %s layers, by measured time", model.name, split)
     return split
-
-
-def _read_shape(model: ModelConfig) -> DecoderShape:
-    files = resolve_source(model)
-    if files.kind == "gguf":
-        from remora.deployments.models.gguf_config import gguf_spec
-
-        file = GGUFFile(files.path)
-        return gguf_spec(model.name, file, weights=model.weights, max_model_len=model.max_model_len).shape
-    from remora.deployments.models.hf_config import decoder_spec, read_config, runs_natively
-
-    config = read_config(files.path, trust_remote_code=model.trust_remote_code)
-    if model.backend == "transformers" or not runs_natively(config):
-        raise ModelError(
-            f"models.{model.name}.pipeline_stages: {config.model_type} runs through transformers, which cannot be "
-            "split into stages; leave pipeline_stages out."
-        )
-    return decoder_spec(model.name, config, weights=model.weights, max_model_len=model.max_model_len or 1).shape

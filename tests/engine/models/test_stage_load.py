@@ -80,7 +80,7 @@ def test_a_split_is_by_hand_or_balanced_and_what_cannot_be_split_is_refused(tmp_
     with pytest.raises(ModelError, match="4 stages for 3 layers"):
         stage_split(by_hand.model_copy(update={"stage_layers": (), "pipeline_stages": 4}), [1] * 4)
     save_tiny(tmp_path / "gpt2", "gpt2")
-    with pytest.raises(ModelError, match="gpt2 runs through transformers, which cannot be split"):
+    with pytest.raises(ModelError, match="'m' runs through transformers; it cannot be split"):
         stage_split(ModelConfig(name="m", source=str(tmp_path / "gpt2"), **DEVICES), [1, 1])
     with pytest.raises(ModelError, match="cannot be split"):
         load(tmp_path / "gpt2", StagePart(split=SPLIT, stage=0))
