@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from remora.cache_actors.pool_settings import POOL_LEASE
+from remora.kernels.reencoder import prepare
 from remora.namespaces.commands import AnyAnswer, AnyCommand, Compact, Compacted
 from remora.namespaces.quantise_commands import Quantise, Quantised
 from remora.platform.base.ids import NamespaceId
@@ -27,6 +28,7 @@ _QUANTISATION_S: Final = 20.0
 async def quantise(commit: Commit, command: Quantise) -> AnyAnswer:
     """Re-encodes what a namespace has cached, until nothing is left that can be. Quantised with what all rounds did, or
     Refused."""
+    await asyncio.to_thread(prepare, command.target.geometry)
     total: Quantised | None = None
     deadline_s = time.monotonic() + _QUANTISATION_S
     while True:

@@ -7,20 +7,21 @@ N blocks, L layers, 2 sides (K, V), H kv heads, B tokens a block, D head_dim, G 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from remora.namespaces.geometry import SCALE_BYTES, KVGeometry, row_bytes, scales_per_row
 from remora.platform.base.errors import KernelError
 
+if TYPE_CHECKING:
+    import torch
+
 #: Index of K and of V in the second axis of the views.
 K_SIDE, V_SIDE = 0, 1
 
 #: Of precisions that are not quantised.
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: numpy has no bfloat16: its bits are seen as uint16.
 _NUMPY_DTYPES: dict[str, type[np.float32] | type[np.uint16]] = {"fp32": np.float32, "bf16": np.uint16}
 
@@ -58,19 +59,21 @@ class BlockLayout:
     def precision(self) -> str:
         """That of K and V alike. Raises KernelError when they differ or are quantised: few kernels serve that."""
         k, v = self.precisions
-        if k != v or k not in TORCH_DTYPES:
+        if k != v or k not in _NUMPY_DTYPES:
             raise KernelError(f"KV precision K={k}, V={v}: served here are fp32 and bf16, K and V alike")
         return k
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """Of K and V alike; raises like `precision`."""
+        from remora.kernels.reference.row_codec import TORCH_DTYPES
+
         return TORCH_DTYPES[self.precision]
 
     @property
     def value_bytes(self) -> int:
         """Of K and V alike; raises like `precision`."""
-        return self.torch_dtype.itemsize
+        return np.dtype(_NUMPY_DTYPES[self.precision]).itemsize
 
     def num_blocks(self, data: NDArray[np.uint8]) -> int:
         """Whole blocks of this geometry that lie in `data`."""
@@ -108,6 +111,8 @@ class BlockLayout:
 
     def torch_view(self, data: NDArray[np.uint8]) -> torch.Tensor:
         """The arena as kv_NL2HBD, without a copy: writing to it writes to the arena. Raises like `precision`."""
+        import torch
+
         whole = torch.from_numpy(data[: self.num_blocks(data) * self.block_bytes]).view(self.torch_dtype)
         return whole.as_strided(self._shape(data), self._strides)
 

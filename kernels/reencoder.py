@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 from numpy.typing import NDArray
 
 from remora.kernels.base import KVMemory
+from remora.kernels.native import attention as native
 from remora.kernels.native.library import load_library
 from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.errors import KernelError
@@ -23,13 +26,17 @@ def reencode_blocks(source: KVMemory, target: KVMemory, sources: NDArray[np.int3
     """kernels.reference.reencode.reencode_blocks, with the same promises, errors and bytes, by one native thread where
     that is built and has the head size."""
     if _is_native(source.geometry):
-        from remora.kernels.native.attention import reencode_blocks as native
-
-        native(source, target, sources, targets)
+        native.reencode_blocks(source, target, sources, targets)
         return
     from remora.kernels.reference.reencode import reencode_blocks as reference
 
     reference(source, target, sources, targets)
+
+
+def prepare(geometry: KVGeometry) -> None:
+    """Loads what re-encodes such blocks: the native library, or torch, which takes seconds."""
+    if not _is_native(geometry):
+        import_module("remora.kernels.reference.reencode")
 
 
 def _is_native(geometry: KVGeometry) -> bool:

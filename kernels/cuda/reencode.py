@@ -10,7 +10,7 @@ from remora.kernels.cuda.device import Device
 from remora.kernels.cuda.operations import check_rows
 from remora.kernels.cuda.source import KV_FORMATS, CudaSource
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
-from remora.kernels.reference.reencode import check_reencode
+from remora.kernels.reencode_check import check_reencode
 
 
 def reencode_blocks(

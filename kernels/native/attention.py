@@ -16,7 +16,7 @@ from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch
 from remora.kernels.layout import BlockLayout
 from remora.kernels.native.library import ArenaStruct, StepStruct, load_library
-from remora.kernels.reference.reencode import check_reencode
+from remora.kernels.reencode_check import check_reencode
 from remora.platform.base.errors import KernelError
 
 Float32 = NDArray[np.float32]

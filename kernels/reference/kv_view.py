@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from remora.kernels.layout import TORCH_DTYPES, BlockLayout
-from remora.kernels.reference.row_codec import decode_rows, encode_rows
+from remora.kernels.layout import BlockLayout
+from remora.kernels.reference.row_codec import TORCH_DTYPES, decode_rows, encode_rows
 from remora.namespaces.geometry import QUANTISED
 
 

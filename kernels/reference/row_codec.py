@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from remora.kernels.layout import TORCH_DTYPES
 from remora.kernels.reference.quantise import dequantise, quantise
 from remora.namespaces.geometry import QUANTISED, Precision
+
+#: Of what is not quantised.
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def encode_rows(rows: torch.Tensor, precision: Precision) -> tuple[torch.Tensor, torch.Tensor]:

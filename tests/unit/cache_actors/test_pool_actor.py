@@ -272,3 +272,8 @@ async def test_compaction_goes_on_as_soon_as_a_process_has_switched(actor: PoolA
     assert (answer.num_moved_blocks, answer.num_moving_blocks, answer.num_extents) == (4, 0, 1)
     trimmed = await actor.trim(NamespaceId("a"), None)
     assert isinstance(trimmed, Trimmed)
+
+
+def test_a_pool_needs_no_torch_to_re_encode() -> None:
+    code = "import sys; from remora.cache_actors import pool_actor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
