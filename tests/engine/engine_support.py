@@ -325,6 +325,14 @@ class Harness:
             self.engine.check_integrity()
             self.pool.device.state.check_integrity()
 
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        """Steps, and lets threads beside the engine come to their turn."""
+        deadline_s = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline_s
+            self.step()
+            time.sleep(0.0005)
+
     @property
     def is_done(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,11 +51,7 @@ class World:
         return self.one.outputs[request_id, 0]
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline_s
-            self.one.step()
-            time.sleep(0.0005)
+        self.one.step_until(condition)
 
     def check_nothing_is_left(self) -> None:
         self.source.spoil = lambda first, into_NB: None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,11 +74,7 @@ class Pools:
         return self.second.outputs[request_id, 0]
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline_s
-            self.second.step()
-            time.sleep(0.0005)
+        self.second.step_until(condition)
 
     def check_nothing_is_left(self) -> None:
         device = self.first.pool.device

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -78,15 +77,8 @@ class Models:
     def run(self, edits: Edits, source: KVSource | None = None, prompt: list[int] = PROMPT, **options: Any) -> Output:
         context = ContextPlan(edits=edits) if edits else None
         request_id = self.second.submit(prompt, namespace="b", context=context, source=source, **options)
-        self.wait(lambda: self.second.is_done)
+        self.second.step_until(lambda: self.second.is_done)
         return self.second.outputs[request_id, 0]
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline_s
-            self.second.step()
-            time.sleep(0.0005)
 
     def forget(self) -> None:
         """The second model's pool loses everything."""
@@ -95,7 +87,7 @@ class Models:
 
     def close(self) -> None:
         # A load that was given up lets its blocks go from its own thread.
-        self.wait(lambda: not self.first.pool.device.state.needs_time)
+        self.second.step_until(lambda: not self.first.pool.device.state.needs_time)
         for each in (self.first, self.second):
             each.pool.device.state.check_integrity()
             assert each.num_referenced_blocks == 0
