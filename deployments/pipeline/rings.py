@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from remora.cache_actors.process_watch import ProcessWatch
@@ -55,13 +55,13 @@ def result_room_bytes(ring: Ring, limits: PipelineLimits) -> int:
 
 def open_ring(path: Path, peer: ProcessIdentity) -> Ring:
     """This process's end of a ring whose other end is the peer's. Raises StageLost when that one is gone already."""
-    with contextlib.suppress(ProcessLookupError):
-        return Ring(path, peer_lives=_lives(ProcessWatch(peer)))
-    raise StageLost(f"{path}: process {peer.pid} at the other side is gone")
-
-
-def _lives(watch: ProcessWatch) -> Callable[[], bool]:
-    return lambda: not watch.has_exited()
+    try:
+        watch = ProcessWatch(peer)
+    except ProcessLookupError:
+        raise StageLost(f"{path}: process {peer.pid} at the other side is gone") from None
+    ring = Ring(path, peer_lives=lambda: not watch.has_exited())
+    weakref.finalize(ring, watch.close)
+    return ring
 
 
 def _largest_result(limits: PipelineLimits) -> int:
