@@ -68,13 +68,24 @@ def test_other_splits_have_other_kv(tmp_path: Path) -> None:
     assert len({model.fingerprint for model in loaded}) == 3
 
 
-def test_a_split_is_by_hand_or_balanced_and_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
+def test_a_split_is_by_hand_or_balanced_and_what_cannot_be_split_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_tiny(tmp_path / "llama", "llama", num_hidden_layers=3)
     source = str(tmp_path / "llama")
     by_hand = ModelConfig(name="m", source=source, stage_layers=(2, 1), **DEVICES)
     assert stage_split(by_hand, [1, 1]) == (2, 1)
     measured = stage_split(ModelConfig(name="m", source=source, **DEVICES), [1, 1])
     assert sorted(measured) == [1, 2]
+    state_dir = tmp_path / "state"
+    monkeypatch.setattr("remora.deployments.pipeline.stage_split.balanced_split", lambda costs: (2, 1))
+    assert stage_split(ModelConfig(name="m", source=source, **DEVICES), [1, 1], state_dir) == (2, 1)
+    monkeypatch.setattr("remora.deployments.pipeline.stage_split.balanced_split", lambda costs: (1, 2))
+    assert stage_split(ModelConfig(name="n", source=source, **DEVICES), [1, 1], state_dir) == (2, 1), "it was kept"
+    assert stage_split(ModelConfig(name="m", source=source, **DEVICES), [1, 2], state_dir) == (1, 2), "other devices"
+    (kept, *_) = (state_dir / "stage_splits").iterdir()
+    kept.write_text("[9, 9]")
+    assert stage_split(ModelConfig(name="m", source=source, **DEVICES), [1, 1], state_dir) in {(1, 2), (2, 1)}
     with pytest.raises(ModelError, match=r"models\.m\.stage_layers: \[2, 2\] are 4 layers; the model has 3"):
         stage_split(by_hand.model_copy(update={"stage_layers": (2, 2)}), [1, 1])
     with pytest.raises(ModelError, match="4 stages for 3 layers"):
