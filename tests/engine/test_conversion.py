@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,11 +36,10 @@ class World:
     """An engine whose pool can be read by itself, in pieces of two blocks; a test decides what goes wrong."""
 
     def __init__(self, num_blocks: int = 200, num_extents: int = 10, **options: Any) -> None:
-        self.source = Source.__new__(Source)
         geometry = options.get("geometry", FAKE_GEOMETRY)
         loader = ThreadedLoader(lambda _: self.source, piece_bytes=2 * geometry.block_bytes)
         self.one = Harness(num_blocks=num_blocks, num_extents=num_extents, loader=loader, own_pool=OWN, **options)
-        self.source.__init__(self.one.pool.device)  # type: ignore[misc]
+        self.source = Source(self.one.pool.device)
         self.one.siblings = [None, NARROW, NARROWER]
 
     def run(self, prompt: list[int] = PROMPT, **options: Any) -> Output:
@@ -212,10 +210,6 @@ def test_deaths_at_every_stage_of_a_conversion_leave_right_tokens_no_block_and_n
             assert output.token_ids == expected_greedy(PROMPT, 4)
         assert world.run(request_id=f"stranger{number}", max_tokens=4).num_converted_tokens == 0
     world.check_nothing_is_left()
-
-
-def assert_set(gate: threading.Event) -> None:
-    assert gate.wait(20)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
