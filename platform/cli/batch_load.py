@@ -32,19 +32,23 @@ class BatchCase:
     num_sequences: int
     #: All sequences have the same prompt: it is computed once.
     shared_prompt: bool = False
+    #: Tokens of its own that each sequence has behind a shared prompt.
+    own_tokens: int = 0
 
     @property
     def num_kv_tokens(self) -> int:
         """Tokens in the cache at the end."""
         prompts = self.prompt_tokens * (1 if self.shared_prompt else self.num_sequences)
-        return prompts + self.output_tokens * self.num_sequences
+        return prompts + (self.own_tokens + self.output_tokens) * self.num_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTimes:
-    """`prompt_s` is the time until every sequence has its first token, `output_s` the rest."""
+    """`prompt_s` is the time until every sequence has its first token, `shared_s` that of the shared prompt, which is
+    part of it; `output_s` is the rest."""
 
     prompt_s: float
+    shared_s: float
     output_s: float
     #: Tokens that came in the second part; sequences that were ready earlier have begun in the first.
     output_tokens: int
@@ -77,7 +81,7 @@ class _Tally:
 def run_batch(model: LoadedModel, case: BatchCase, *, max_step_tokens: int = 2048, seed: int = 0) -> BatchTimes:
     """Greedy, end of text ignored, random prompts. Raises RemoraError when the engine ends a sequence early."""
     geometry, block_tokens = model.geometry, model.geometry.block_tokens
-    per_sequence = -(-(case.prompt_tokens + case.output_tokens + 1) // block_tokens) + 2
+    per_sequence = -(-(case.prompt_tokens + case.own_tokens + case.output_tokens + 1) // block_tokens) + 2
     pool = LocalPool.alone(
         geometry,
         num_blocks=max(16, per_sequence * (case.num_sequences + 1)),
@@ -98,8 +102,8 @@ def run_batch(model: LoadedModel, case: BatchCase, *, max_step_tokens: int = 204
     )
     draw = random.Random(seed)
 
-    def prompt() -> tuple[int, ...]:
-        return tuple(draw.randrange(16, model.vocab_size) for _ in range(case.prompt_tokens))
+    def prompt(num_tokens: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(16, model.vocab_size) for _ in range(num_tokens))
 
     def submit(name: str, token_ids: tuple[int, ...], max_tokens: int) -> None:
         engine.submit(
@@ -130,18 +134,21 @@ def run_batch(model: LoadedModel, case: BatchCase, *, max_step_tokens: int = 204
         return time.perf_counter()
 
     try:
-        started_s, common = time.perf_counter(), prompt()
-        num_submitted = case.num_sequences
+        started_s, common = time.perf_counter(), prompt(case.prompt_tokens)
+        num_submitted, shared_s = case.num_sequences, 0.0
         if case.shared_prompt:
             submit("prompt", common, 1)
-            step_until(lambda: tally.num_ended, 1)
+            shared_s = step_until(lambda: tally.num_ended, 1) - started_s
             num_submitted += 1
         for index in range(case.num_sequences):
-            submit(f"r{index}", common if case.shared_prompt else prompt(), case.output_tokens)
+            own = common + prompt(case.own_tokens) if case.shared_prompt else prompt(case.prompt_tokens)
+            submit(f"r{index}", own, case.output_tokens)
         begun_s = step_until(lambda: tally.num_begun, num_submitted)
         num_early = tally.num_tokens
         ended_s = step_until(lambda: tally.num_ended, num_submitted)
         num_late = tally.num_tokens - num_early
     finally:
         engine.stop()
-    return BatchTimes(prompt_s=begun_s - started_s, output_s=ended_s - begun_s, output_tokens=num_late)
+    return BatchTimes(
+        prompt_s=begun_s - started_s, shared_s=shared_s, output_s=ended_s - begun_s, output_tokens=num_late
+    )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import click
 
 
-def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    """The callback of an option such as `1,8,32`. Raises BadParameter unless all numbers are at least 1."""
+def number_list(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[int] | None:
+    """The callback of an option such as `1,8,32`; None when it is not given. Raises BadParameter unless all numbers are
+    at least 1."""
+    if value is None:
+        return None
     try:
         numbers = [int(part) for part in value.split(",")]
     except ValueError:

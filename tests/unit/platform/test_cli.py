@@ -93,7 +93,7 @@ def test_a_refusal_of_the_server_is_one_sentence_and_exit_code_1(run: Run, serve
     assert (ran.code, ran.out, ran.err) == (1, "", "remora: 404: The model 'x' does not exist.\n")
 
 
-@pytest.mark.parametrize("command", [["chat", "Hello"], ["ns", "list"], ["bench"], ["status"]])
+@pytest.mark.parametrize("command", [["chat", "Hello"], ["ns", "list"], ["bench", "http"], ["status"]])
 def test_a_server_that_is_not_there_is_named_with_the_way_out(run: Run, command: list[str]) -> None:
     ran = run(*command, "--url", NOBODY)
     assert ran.code == 1
@@ -115,12 +115,25 @@ def test_down_without_an_instance_is_no_error(run: Run) -> None:
 
 
 def test_bench_counts_tokens_requests_and_times(run: Run, server: FakeServer) -> None:
-    ran = run("bench", "--url", server.url, "--clients", "1,3", "--requests", "2", "--output-tokens", "9", "--json")
+    ran = run(
+        "bench",
+        "http",
+        "--url",
+        server.url,
+        "--clients",
+        "1,3",
+        "--requests",
+        "2",
+        "--output-tokens",
+        "9",
+        "--output",
+        "jsonl",
+    )
     assert ran.code == 0, ran.err
     summaries = [json.loads(line) for line in ran.out.splitlines()]
-    assert [(each["figures"]["clients"], each["figures"]["requests"]) for each in summaries] == [(1, 2), (3, 6)]
-    assert all(each["figures"]["tokens_per_s"] > 0 for each in summaries)
-    assert all(0 < each["figures"]["ttft_p50_s"] <= each["figures"]["ttft_p99_s"] < 60 for each in summaries)
+    assert [(each["clients"], each["requests"]) for each in summaries] == [(1, 2), (3, 6)]
+    assert all(each["tokens_per_s"] > 0 for each in summaries)
+    assert all(0 < each["ttft_p50_s"] <= each["ttft_p99_s"] < 60 for each in summaries)
     # One run to warm up, then 2 and 6 requests, none with a prompt of another.
     assert len(server.bodies) == 2 + 2 + 6
     prompts = [tuple(body["prompt"]) for body in server.bodies]
@@ -129,9 +142,37 @@ def test_bench_counts_tokens_requests_and_times(run: Run, server: FakeServer) ->
     assert {body["max_tokens"] for body in server.bodies} == {9}
 
 
+def test_bench_sends_at_a_rate_with_lengths_from_a_range_and_counts_what_kept_the_bounds(
+    run: Run, server: FakeServer, tmp_path: Path
+) -> None:
+    plot = tmp_path / "load.svg"
+    loads = (
+        "--rates",
+        "40",
+        "--requests",
+        "1",
+        "--prompt-tokens",
+        "3-6",
+        "--output-tokens",
+        "8~0.5",
+        "--plot",
+        str(plot),
+    )
+    good = run("bench", "http", "--url", server.url, *loads, "--output", "jsonl")
+    assert good.code == 0, good.err
+    (line,) = (json.loads(text) for text in good.out.splitlines())
+    assert (line["requests_per_s"], line["requests"]) == (40.0, 40)
+    assert {len(body["prompt"]) for body in server.bodies} == {3, 4, 5, 6}
+    assert len({body["max_tokens"] for body in server.bodies}) > 3
+    assert line["goodput_requests_per_s"] > 0
+    assert "first, p99" in plot.read_text()
+    late = run("bench", "http", "--url", server.url, *loads, "--max-ttft-s", "0", "--output", "jsonl")
+    assert json.loads(late.out)["goodput_requests_per_s"] == 0
+
+
 def test_bench_stops_at_the_first_refusal(run: Run, server: FakeServer) -> None:
     server.error = (429, "over quota")
-    ran = run("bench", "--url", server.url, "--clients", "2")
+    ran = run("bench", "http", "--url", server.url, "--clients", "2")
     assert ran.code == 1
     assert "429" in ran.err
     assert "over quota" in ran.err
@@ -221,7 +262,15 @@ def test_ns_advise_says_what_more_memory_would_gain(run: Run, server: FakeServer
     assert shown == {"one": advice, "two": fresh["advice"]}
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--port", "70000"], ["bench", "--clients", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["up", "--port", "70000"],
+        ["bench", "http", "--clients", "x"],
+        ["bench", "http", "--prompt-tokens", "9-1"],
+    ],
+)
 def test_a_wrong_command_line_has_exit_code_2(run: Run, arguments: list[str]) -> None:
     ran = run(*arguments)
     assert ran.code == 2
