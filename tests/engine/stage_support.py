@@ -135,10 +135,17 @@ class LocalStages(StagePools):
     """Pools in this process, one a stage; in place of a LocalPool."""
 
     def __init__(
-        self, num_stages: int, *, sizes: Sequence[int], clock: Any, delivery: Delivery = "inline", seed: int = 0
+        self,
+        num_stages: int,
+        *,
+        sizes: Sequence[int],
+        clock: Any,
+        delivery: Delivery = "inline",
+        seed: int = 0,
+        geometries: list[KVGeometry] | None = None,
     ) -> None:
         """`sizes`: blocks that each stage's pool has."""
-        self.geometries = stage_geometries(num_stages)
+        self.geometries = geometries or stage_geometries(num_stages)
         self.ports = [
             LocalPool.alone(
                 geometry,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from remora.deployments.pipeline.base import StageTables
 from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder, PipelineLimits
 from remora.deployments.pipeline.rings import create_rings, open_ring, result_room_bytes
 from remora.deployments.pipeline.stage_loop import StageLoop
-from remora.kernels.base import DecoderShape
+from remora.kernels.base import DecoderShape, KVMemory, Weights
 from remora.kernels.native.decoder import NativeDecoder
 from remora.kernels.stages import StagePart, StageWeights
 from remora.namespaces.geometry import KVGeometry
@@ -44,23 +44,24 @@ class PipelineWorld:
         *,
         tables: StageTables | None = None,
         may_write: Callable[[], bool] = lambda: True,
+        weights: Weights | None = None,
+        memories: Sequence[KVMemory] | None = None,
         **limits: float,
     ) -> None:
-        geometry, weights = make_geometry(shape, "bf16"), make_weights(shape)
+        geometry, weights = make_geometry(shape, "bf16"), weights or make_weights(shape)
         parts = [StagePart(split=split, stage=stage) for stage in range(len(split))]
         self.limits = PipelineLimits(
             num_stages=len(split),
             hidden_size=shape.hidden_size,
             vocab_size=shape.vocab_size,
-            max_blocks=8,
             max_num_seqs=8,
             max_step_tokens=128,
-            **{"max_micro_tokens": 32, "deadline_s": 20.0, **limits},  # type: ignore[arg-type]
+            **{"max_blocks": 8, "max_micro_tokens": 32, "deadline_s": 20.0, **limits},  # type: ignore[arg-type]
         )
-        self.memories = [Memory(part.geometry_of(geometry), NUM_BLOCKS) for part in parts]
+        self.memories = memories or [Memory(part.geometry_of(geometry), NUM_BLOCKS) for part in parts]
         decoders = [
-            NativeDecoder(part.shape_of(shape), StageWeights(weights, part), part.geometry_of(geometry), 1)
-            for part in parts
+            NativeDecoder(part.shape_of(shape), StageWeights(weights, part), memory.geometry, 1)
+            for part, memory in zip(parts, self.memories, strict=True)
         ]
         paths, me = create_rings(directory, "test-", self.limits), process_identity()
         self.loops = [
