@@ -81,7 +81,7 @@ def staged(request: pytest.FixtureRequest, whole: FakeModel) -> Iterator[Harness
 def test_stages_say_what_the_whole_model_says(staged: Harness, whole: FakeModel) -> None:
     plain = Harness(model=whole, geometry=GEOMETRY, num_blocks=256, max_step_tokens=512)
     shared = [(7 * i) % 250 for i in range(40)]
-    prompts = [shared[: 20 + 3 * i] + [i, 5, 9 * i] for i in range(8)]
+    prompts = [[*shared[: 20 + 3 * i], i, 5, 9 * i] for i in range(8)]
     options = [{"max_tokens": 30, **({} if i % 2 else {"temperature": 0.8, "seed": i, "n": 2})} for i in range(8)]
     expected = [plain.submit(prompt, **sampling) for prompt, sampling in zip(prompts, options, strict=True)]
     plain.finish()
