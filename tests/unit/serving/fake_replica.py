@@ -189,6 +189,7 @@ class FakeReplica:
             "num_running": len(self.running),
             "is_fenced": False,
             "num_finished": {"stop": 4},
+            "stages": (),
             **dict.fromkeys(
                 ("step_s", "step_overhead_s", "turn_wait_s", "time_to_first_token_s", "inter_token_s"), histogram
             ),
