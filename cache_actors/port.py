@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -136,4 +136,22 @@ class BlockLoader(Protocol):
 
         Calling what is returned gives the load up: its end still comes.
         """
+        ...
+
+
+class TailBlocks(Protocol):
+    """The own arena as others may map it, and those of others on this node."""
+
+    node_id: str
+    arena_path: str
+
+    def checksum(self, block: int, block_bytes: int) -> int:
+        """Of a block of the own arena."""
+        ...
+
+    def read(
+        self, node_id: str, arena_path: str, blocks: Sequence[tuple[int, int]], block_bytes: int
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Copies of (block, checksum), in order, up to the first whose checksum is another; nothing where they cannot
+        be had. Raises ArenaError."""
         ...

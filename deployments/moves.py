@@ -2,14 +2,18 @@
 
     precopy ─► (other pool only) the target copies what the source's pool has sealed, and goes on; again until less
                than a block is new
-    freeze  ─► the source stops at a step boundary, the target begins behind the last token that the client has
-    commit  ─► the first delta of the new attempt is here; nothing of the old one is forwarded any more
+    standby ─► the target is admitted and computes what is not sealed, up to the last token: it may refuse here, and
+               nothing has happened
+    freeze  ─► the source stops at a step boundary and names its last blocks
+    tail    ─► the target takes the tokens since, copies what it lacks out of those blocks, and goes on
+    commit  ─► the standby is the attempt that counts; nothing of the old one is forwarded any more
+    release ─► the first token from the target is here: the source lets its blocks go
 
-Replicas of one pool share the sealed blocks, so that only the unsealed tail is computed again: the pause is the call,
-the admission and one step. Between pools the blocks are copied (cache_actors/block_loader.py): all but the last ones
-during the precopy, those sealed since when the target begins. What cannot be copied is computed. What the target may
-still refuse goes on at the source or elsewhere: the router's token log is the truth, attempts are numbered, and tokens
-and random draws are a function of the log.
+The pause is two round trips, a block copy and a step. What cannot be copied is computed. A request with several
+choices, with a context, of a pipeline, or at a replica that nothing reaches any more, is ended at the source and begins
+at the target.
+Whatever dies, the request goes on somewhere: the router's token log is the truth, attempts are numbered, and tokens and
+random draws are a function of the log.
 """
 
 from __future__ import annotations
@@ -18,21 +22,24 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 from remora.cache_actors.port import KVSource
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.generation_job import GenerationJob
+from remora.deployments.move_stages import STAGES_FOLDER, MoveStages
 from remora.deployments.request_stream import RequestStream
 from remora.deployments.router_stats import MoveReason
+from remora.deployments.standbys import Standby
 from remora.deployments.token_counts import TokenCounts, TokenRange
 from remora.namespaces.edits import ContextOutcome, ContextPlan
 from remora.namespaces.session_log import EPOCHS_PER_TURN
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import Conflict, InvalidRequest, RemoraError, Unavailable
-from remora.platform.base.ids import ModelId, NamespaceId, PoolId, ReplicaId, RequestId
+from remora.platform.base.ids import ModelId, NamespaceId, PoolId, ReplicaId, RequestId, SessionId
+from remora.platform.base.paths import default_state_dir
 from remora.platform.base.telemetry import span
 
 if TYPE_CHECKING:
@@ -119,6 +126,10 @@ class Moves:
     def __init__(self, core: RouterCore) -> None:
         self._core = core
         self._draining: dict[ReplicaId, asyncio.Task[None]] = {}
+        cluster = core.config.cluster
+        folder = (cluster.state_dir or default_state_dir()) / STAGES_FOLDER if cluster.debug else None
+        self._stages = MoveStages(folder)
+        self._handovers: set[asyncio.Task[float]] = set()
 
     async def move(self, stream: RequestStream, target: ReplicaId, reason: MoveReason = "asked") -> Moved:
         """Moves a running request and returns when it runs on.
@@ -134,7 +145,7 @@ class Moves:
                 f"to: no replica {target!r} of {request.model_id} takes requests; those that do: {known}.", field="to"
             )
         source = stream.replica_id
-        if source is None or stream.is_landing:
+        if source is None or stream.is_landing or stream.is_moving:
             raise Conflict("The request waits for a replica or is being moved already; try again.", field="to")
         if source == target:
             raise Conflict(f"The request runs at {target!r} already.", field="to")
@@ -148,24 +159,38 @@ class Moves:
             names.REMORA_MIGRATE_SOURCE: source,
             names.REMORA_MIGRATE_TRANSFER: transfer,
         }
+        stream.is_moving = True
+        try:
+            return await self._move(stream, source, target, transfer, reason, attributes)
+        finally:
+            stream.is_moving = False
+
+    async def _move(
+        self,
+        stream: RequestStream,
+        source: ReplicaId,
+        target: ReplicaId,
+        transfer: Transfer,
+        reason: MoveReason,
+        attributes: dict[str, str],
+    ) -> Moved:
+        core, request = self._core, stream.request
         started_s = asyncio.get_running_loop().time()
         ahead = TokenCounts()
         if transfer == "copied":
             with span(names.MIGRATE_PRECOPY, attributes, parent=request.trace_context):
                 ahead = await self._precopy_rounds(stream, source, target)
-        with span(names.MIGRATE_FREEZE, attributes, parent=request.trace_context):
-            num_tokens = len(request.prompt_token_ids) + stream.log.num_tokens
-            num_copied_before, num_converted_before = stream.num_copied_tokens, stream.num_converted_tokens
-            landing = core.move(stream, target)
-            try:
-                async with asyncio.timeout(LANDING_TIMEOUT_S):
-                    pause_s = await asyncio.shield(landing)
-            except asyncio.CancelledError:
-                if not landing.cancelled():
-                    raise
-                raise Conflict("The request ended while it was moved.", field="to") from None
-            except TimeoutError:
-                raise Unavailable("the moved request does not go on yet; it waits like any other") from None
+        num_tokens = len(request.prompt_token_ids) + stream.log.num_tokens
+        num_copied_before, num_converted_before = stream.num_copied_tokens, stream.num_converted_tokens
+        if self._can_hand_over(stream, source):
+            # Whoever asked may leave, but not with the request standing still.
+            task = asyncio.create_task(self._hand_over(stream, target, attributes))
+            self._handovers.add(task)
+            task.add_done_callback(self._handovers.discard)
+            pause_s = await asyncio.shield(task)
+        else:
+            with span(names.MIGRATE_FREEZE, attributes, parent=request.trace_context):
+                pause_s = await self._landed(core.move(stream, target))
         replica = stream.replica_id or target
         with span(names.MIGRATE_COMMIT, attributes, parent=request.trace_context) as commit:
             commit.set_attribute(names.REMORA_MIGRATE_PAUSE, pause_s)
@@ -187,6 +212,75 @@ class Moves:
             pause_s=pause_s,
             took_s=took_s,
         )
+
+    def _can_hand_over(self, stream: RequestStream, source: ReplicaId) -> bool:
+        connection, request = self._core.fleet.connection(source), stream.request
+        is_reachable = connection is not None and connection.connected and not connection.leaving
+        # Of a pipeline several steps are under way, and KV lies in several arenas.
+        is_whole = self._core.catalog.models[request.model_id].pipeline_stages == 1
+        is_plain = request.num_choices == 1 and request.context is None
+        return is_reachable and is_whole and is_plain and not stream.log.empty
+
+    async def _hand_over(self, stream: RequestStream, target: ReplicaId, attributes: Mapping[str, str]) -> float:
+        """From the source to a standby at the target, with its tail; returns the pause."""
+        core, session_id, parent = self._core, stream.request.session_id, stream.request.trace_context
+        standby = core.standbys.send(stream, target)
+        try:
+            with span(names.MIGRATE_PRECOPY, attributes, parent=parent):
+                await self._ready(standby)
+            await self._stages.reach("freeze", session_id)
+            with span(names.MIGRATE_FREEZE, attributes, parent=parent):
+                pause_s = await self._landed(await self._switch(stream, standby))
+        finally:
+            if stream.standby is standby:
+                core.standbys.drop(stream)
+        await self._stages.reach("release", session_id)
+        core.standbys.release_source(stream)
+        return pause_s
+
+    async def _ready(self, standby: Standby) -> None:
+        """Raises Unavailable when the target does not take it, Conflict when the request has ended meanwhile."""
+        try:
+            async with asyncio.timeout(PRECOPY_TIMEOUT_S):
+                error = await asyncio.shield(standby.answer)
+        except TimeoutError:
+            error = Unavailable("it does not answer in time")
+        if standby.stream.closed or standby.stream.log.finished:
+            raise Conflict("The request ended while it was moved.", field="to")
+        if error is not None:
+            raise Unavailable(f"{standby.connection.replica_id} cannot take the request: {error}") from error
+
+    async def _switch(self, stream: RequestStream, standby: Standby) -> asyncio.Future[float]:
+        """Stops the source and lets the standby go on; the future will hold the pause. Whatever fails, the request does
+        not stand still: it goes on where it ran."""
+        core, session_id, attempt = self._core, stream.request.session_id, stream.attempt
+        freezing, landing = core.standbys.freeze(stream, standby)
+        try:
+            async with asyncio.timeout(LANDING_TIMEOUT_S):
+                handover = await asyncio.shield(freezing)
+            if handover is not None:
+                await self._stages.reach("tail", session_id)
+                if core.standbys.take(stream, standby):
+                    await self._stages.reach("commit", session_id)
+                    core.standbys.resume(stream, standby, handover)
+        except TimeoutError:
+            logger.warning("request %s: its replica does not stop it", stream.attempt_id)
+        finally:
+            if stream.attempt == attempt and stream.is_landing:
+                core.thaw(stream)
+        return landing
+
+    async def _landed(self, landing: asyncio.Future[float]) -> float:
+        """The pause, once the first delta of the new attempt is here."""
+        try:
+            async with asyncio.timeout(LANDING_TIMEOUT_S):
+                return await asyncio.shield(landing)
+        except asyncio.CancelledError:
+            if not landing.cancelled():
+                raise
+            raise Conflict("The request ended while it was moved.", field="to") from None
+        except TimeoutError:
+            raise Unavailable("the moved request does not go on yet; it waits like any other") from None
 
     async def _precopy_rounds(self, stream: RequestStream, source: ReplicaId, target: ReplicaId) -> TokenCounts:
         """Copies ahead until less than a block is new, or it is not worth another round."""
@@ -212,7 +306,7 @@ class Moves:
                 num_kept_tokens=request.num_kept_tokens,
                 trace_context=request.trace_context,
             )
-            counts = (await self.precopy(job)).tokens
+            counts = (await self.precopy(job, stream.request.session_id)).tokens
             if not number:
                 num_shared = counts.shared
             num_copied += counts.copied
@@ -220,13 +314,15 @@ class Moves:
             num_ahead = len(token_ids)
         return TokenCounts.of(num_ahead, shared=num_shared, copied=num_copied, converted=num_converted)
 
-    async def precopy(self, job: GenerationJob) -> Brought:
-        """Lets the pool of the job's replica have the blocks of the prompt.
+    async def precopy(self, job: GenerationJob, session_id: SessionId | None = None) -> Brought:
+        """Lets the pool of the job's replica have the blocks of the prompt. `session_id` is that of the running request
+        that it is for, if there is one.
 
         Raises Unavailable when that replica does not manage it; nothing has changed then.
         """
         copy = await self._core.open(job)
         try:
+            await self._stages.reach("precopy", session_id)
             async with asyncio.timeout(PRECOPY_TIMEOUT_S):
                 while await copy.next_deltas():
                     pass
@@ -280,8 +376,8 @@ class Moves:
         self._draining.pop(replica_id, None)
 
     async def stop(self) -> None:
-        """Gives up what is being drained."""
-        tasks = list(self._draining.values())
+        """Gives up what is being drained or moved."""
+        tasks: list[asyncio.Task[Any]] = [*self._draining.values(), *self._handovers]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

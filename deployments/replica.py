@@ -23,6 +23,7 @@ from ray import serve
 
 from remora.cache_actors.block_loader import ThreadedLoader
 from remora.cache_actors.cluster_names import pool_actor_name
+from remora.cache_actors.node_arenas import NodeArenas
 from remora.cache_actors.pool_calls import ask_kv_formats
 from remora.cache_actors.pool_client import PoolClient
 from remora.cache_actors.pool_handles import get_or_create_pool
@@ -37,7 +38,7 @@ from remora.deployments.accuracy.gate import check_compatible_gate, check_gate
 from remora.deployments.catalog import Catalog
 from remora.deployments.engine.base import EngineConfig, EngineNamespace, EngineStats, KVSibling
 from remora.deployments.engine.engine import Engine
-from remora.deployments.engine.messages import GenerationRequest
+from remora.deployments.engine.messages import FreezeOrder, GenerationRequest, Resumption
 from remora.deployments.feed import FeedHub
 from remora.deployments.idle_watch import IdleWatch
 from remora.deployments.model_card import ModelCard
@@ -63,6 +64,8 @@ EXIT_LEASE_LOST = 70
 
 _encoder = msgspec.msgpack.Encoder()
 _requests_decoder = msgspec.msgpack.Decoder(list[GenerationRequest])
+_freezes_decoder = msgspec.msgpack.Decoder(list[FreezeOrder])
+_resumptions_decoder = msgspec.msgpack.Decoder(list[Resumption])
 _ids_decoder = msgspec.msgpack.Decoder(list[RequestId])
 
 
@@ -144,6 +147,7 @@ class ModelReplica:
             own_pool=KVSource(
                 pool_id=self._lease.binding.pool_id, actor_name=pool_actor_name(self._device.name, self._node_id)
             ),
+            tails=self._tails(),
             on_fenced=self._on_fenced,
         )
         self._stall = StallWatch()
@@ -153,6 +157,13 @@ class ModelReplica:
         self._membership = RegistryMember(get_or_create_registry(config.cluster), self._record(), self._report)
         await self._membership.start()
         logger.info("replica %s of %s is up", self.replica_id, model_name)
+
+    def _tails(self) -> NodeArenas | None:
+        """None on a GPU, whose memory others cannot map by a path."""
+        binding = self._lease.binding
+        if binding.kind != "cpu":
+            return None
+        return NodeArenas(self._node_id, binding.arena_path, self._lease.memory.data)
 
     def _find_namespace(self, namespace_id: NamespaceId) -> EngineNamespace:
         own = self._catalog.find_namespace(ModelId(self._model.name), namespace_id)
@@ -226,6 +237,18 @@ class ModelReplica:
             self._hub.take(request)
             self._engine.submit(request)
         self._idle.note_busy()
+        return b""
+
+    async def freeze(self, data: bytes, *, target: str) -> bytes:
+        """Stops what a list of FreezeOrder names; each handover comes over the feed. Unknown ones are ignored."""
+        for order in _freezes_decoder.decode(data):
+            self._engine.freeze(order)
+        return b""
+
+    async def resume(self, data: bytes, *, target: str) -> bytes:
+        """Lets standbys go on: a list of Resumption. Unknown ones are ignored."""
+        for resumption in _resumptions_decoder.decode(data):
+            self._engine.resume(resumption)
         return b""
 
     async def cancel(self, data: bytes, *, target: str) -> bytes:

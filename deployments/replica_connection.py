@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from remora.deployments.engine.messages import FeedMessage, GenerationRequest, LoadReport
+from remora.deployments.engine.messages import FeedMessage, FreezeOrder, GenerationRequest, LoadReport, Resumption
 from remora.deployments.model_card import ModelCard
 from remora.deployments.placement import Candidate
 from remora.deployments.replica_link import ReplicaLink
@@ -38,9 +38,9 @@ class ConnectionOwner(Protocol):
 
     def on_message(self, connection: ReplicaConnection, message: FeedMessage) -> None: ...
 
-    def on_leaving(self, connection: ReplicaConnection, unsent: Sequence[GenerationRequest]) -> None:
-        """The replica is stopping: nothing reaches it any more, but its feed is open still. `unsent` it has never
-        had."""
+    def on_leaving(self, connection: ReplicaConnection, unsent: Sequence[RequestId]) -> None:
+        """The replica is stopping: nothing reaches it any more, but its feed is open still. What was to be sent about
+        `unsent` has not come there."""
         ...
 
     def on_lost(self, connection: ReplicaConnection, reason: str) -> None:
@@ -82,6 +82,8 @@ class ReplicaConnection:
         self._call_timeout_s = call_timeout_s
         self._keep_alive_s = keep_alive_s
         self._requests: list[GenerationRequest] = []
+        self._freezes: list[FreezeOrder] = []
+        self._resumptions: list[Resumption] = []
         self._cancels: list[RequestId] = []
         self._wanted_traces: list[str] = []
         self._outbox_ready = asyncio.Event()
@@ -105,6 +107,16 @@ class ReplicaConnection:
         self._requests.append(request)
         self._outbox_ready.set()
 
+    def freeze(self, order: FreezeOrder) -> None:
+        """Queues the order to stop a request."""
+        self._freezes.append(order)
+        self._outbox_ready.set()
+
+    def resume(self, resumption: Resumption) -> None:
+        """Queues what a standby waits for."""
+        self._resumptions.append(resumption)
+        self._outbox_ready.set()
+
     def cancel(self, request_id: RequestId) -> None:
         """Takes a request back: out of the outbox, or at the replica."""
         queued = len(self._requests)
@@ -123,15 +135,24 @@ class ReplicaConnection:
             await self._outbox_ready.wait()
             self._outbox_ready.clear()
             cancels, self._cancels = self._cancels, []
+            resumptions, self._resumptions = self._resumptions, []
+            freezes, self._freezes = self._freezes, []
             requests, self._requests = self._requests, []
+            batch: tuple[Resumption | FreezeOrder | GenerationRequest, ...] = (*resumptions, *freezes, *requests)
+            unsent = [each.request_id for each in batch]
             async with asyncio.timeout(self._call_timeout_s):
                 try:
+                    # Clients wait for what is handed over.
+                    if resumptions:
+                        await self.link.resume(resumptions)
+                    if freezes:
+                        await self.link.freeze(freezes)
                     if cancels:
                         await self.link.cancel(cancels)
                     if requests:
                         await self.link.submit(requests)
                 except ReplicaLeaving as error:
-                    self._leave(error, requests)
+                    self._leave(error, unsent)
 
     async def _keep_alive(self) -> None:
         while True:
@@ -150,7 +171,7 @@ class ReplicaConnection:
         if was_leaving and self.connected:
             self._owner.on_connected(self)
 
-    def _leave(self, error: ReplicaLeaving, unsent: Sequence[GenerationRequest]) -> None:
+    def _leave(self, error: ReplicaLeaving, unsent: Sequence[RequestId]) -> None:
         if not self.leaving:
             logger.info("replica %s is leaving: %s", self.replica_id, error)
         self.leaving = True
@@ -187,7 +208,8 @@ class ReplicaConnection:
     def _disconnect(self) -> bool:
         was_connected, self.connected, self.card = self.connected, False, None
         self.leaving = False
-        self._requests, self._cancels, self._wanted_traces = [], [], []
+        self._requests, self._freezes, self._resumptions = [], [], []
+        self._cancels, self._wanted_traces = [], []
         self._outbox_ready.clear()
         return was_connected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from remora.deployments.engine.messages import FeedMessage, GenerationRequest
+from remora.deployments.engine.messages import FeedMessage, FreezeOrder, GenerationRequest, Resumption
 from remora.deployments.model_card import ModelCard
 from remora.namespaces.geometry import KVPrecision
 from remora.namespaces.quantise_commands import Quantise
@@ -35,6 +35,15 @@ class ReplicaLink(Protocol):
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Hands requests over; they run at most once. Needs an open feed."""
+        ...
+
+    async def freeze(self, orders: Sequence[FreezeOrder]) -> None:
+        """Stops requests between two steps; the handover of each comes over the feed, behind its last token. They keep
+        their blocks until they are cancelled. Unknown ones are ignored."""
+        ...
+
+    async def resume(self, resumptions: Sequence[Resumption]) -> None:
+        """Lets standbys go on. Unknown ones are ignored."""
         ...
 
     async def cancel(self, request_ids: Sequence[RequestId]) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from remora.cache_actors.port import KVSource
-from remora.deployments.engine.messages import GenerationRequest, TokenDelta
+from remora.deployments.engine.messages import GenerationRequest, Handover, TokenDelta
 from remora.deployments.token_log import TokenLog
 from remora.namespaces.edits import ContextOutcome
 from remora.namespaces.hashing import chain_hashes
 from remora.platform.base.errors import OverQuota, RemoraError, RequestError, named_error
 from remora.platform.base.ids import BlockHash, Epoch, ReplicaId, RequestId
+
+if TYPE_CHECKING:
+    from remora.deployments.standbys import Standby
 
 MAX_EXPECTED_OUTPUT_TOKENS = 256
 
@@ -57,6 +61,13 @@ class RequestStream:
         #: Root of its chain of blocks and tokens in one; None when its context is edited.
         self.chain_start: tuple[BlockHash, int] | None = None
         self.attempt = 0
+        self._last_attempt = 0
+        #: The next attempt, while it is made ready at another replica.
+        self.standby: Standby | None = None
+        #: An attempt that was handed over: where it still holds its blocks, and its id.
+        self.handed_over: tuple[ReplicaId, RequestId] | None = None
+        #: Whether somebody moves it now.
+        self.is_moving = False
         #: Attempts that ended because their replica was lost.
         self.num_lost = 0
         self.num_cached_tokens: int | None = None
@@ -74,6 +85,7 @@ class RequestStream:
         self.origin: ReplicaId | None = None
         self._taken_off_s: float | None = None
         self._landing: asyncio.Future[float] | None = None
+        self._freezing: asyncio.Future[Handover | None] | None = None
         self._on_close = on_close
         self._pending: list[TokenDelta] = []
         self._error: RemoraError | None = None
@@ -87,7 +99,15 @@ class RequestStream:
     @property
     def attempt_id(self) -> RequestId:
         """The id under which replicas know the current attempt."""
-        return RequestId(f"{self.request_id}~{self.attempt}") if self.attempt else self.request_id
+        return self.id_of(self.attempt)
+
+    def id_of(self, attempt: int) -> RequestId:
+        return RequestId(f"{self.request_id}~{attempt}") if attempt else self.request_id
+
+    def claim_attempt(self) -> int:
+        """A number that no attempt has had."""
+        self._last_attempt += 1
+        return self._last_attempt
 
     @property
     def closed(self) -> bool:
@@ -112,13 +132,21 @@ class RequestStream:
         expected = min(request.sampling.max_tokens, MAX_EXPECTED_OUTPUT_TOKENS)
         return len(request.prompt_token_ids) + request.num_choices * expected
 
-    def attempt_request(self, queue_timeout_s: float) -> GenerationRequest:
-        """The request to send for the current attempt: it goes on behind what the client has."""
+    @property
+    def epoch(self) -> Epoch:
+        """Of the current attempt."""
+        return Epoch(self.request.epoch + self.attempt)
+
+    def attempt_request(self, queue_timeout_s: float, standby: int | None = None) -> GenerationRequest:
+        """The request to send for the current attempt, or for a standby of that number: it goes on behind what the
+        client has."""
+        attempt = self.attempt if standby is None else standby
         resumed = {} if self.log.empty else {"output_token_ids": self.log.token_ids()}
         return msgspec.structs.replace(
             self.request,
-            request_id=self.attempt_id,
-            epoch=Epoch(self.request.epoch + self.attempt),
+            request_id=self.id_of(attempt),
+            epoch=Epoch(self.request.epoch + attempt),
+            standby_of=None if standby is None else self.epoch,
             queue_timeout_s=queue_timeout_s,
             kv_source=self.kv_source,
             **resumed,
@@ -142,6 +170,17 @@ class RequestStream:
         self.origin = origin
         self._taken_off_s, self._landing = loop.time(), loop.create_future()
         return self._landing
+
+    def freeze(self) -> asyncio.Future[Handover | None]:
+        """The current attempt is to stop. The future will hold what it hands over; None: the attempt is over."""
+        self._freezing = asyncio.get_running_loop().create_future()
+        return self._freezing
+
+    def frozen(self, handover: Handover | None) -> None:
+        """The current attempt stands still, or is over."""
+        freezing, self._freezing = self._freezing, None
+        if freezing is not None and not freezing.done():
+            freezing.set_result(handover)
 
     def land(self) -> None:
         """The first delta after a move is here."""

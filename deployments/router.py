@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from opentelemetry.trace import Span
 
 from remora.deployments.catalog import Catalog
-from remora.deployments.engine.messages import FeedMessage, GenerationRequest
+from remora.deployments.engine.messages import FeedMessage
 from remora.deployments.fleet import Fleet
 from remora.deployments.generation_job import GenerationJob
 from remora.deployments.listed import Listed
@@ -27,6 +27,7 @@ from remora.deployments.placer import Placer
 from remora.deployments.replica_connection import Connect, ReplicaConnection
 from remora.deployments.request_stream import RequestStream, error_of
 from remora.deployments.router_stats import ResumeReason, RouterStats
+from remora.deployments.standbys import Standby, Standbys
 from remora.deployments.waker import Wake, Waker
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.config import RemoraConfig
@@ -67,6 +68,7 @@ class RouterCore:
             queue_timeout_s=config.http.queue_timeout_s,
         )
         self.fleet = Fleet(self.catalog, connect, self, router_id=router_id, waker=self.waker)
+        self.standbys = Standbys(self)
         self.moves = Moves(self)
         #: By the id of their current attempt.
         self._streams: dict[RequestId, RequestStream] = {}
@@ -211,10 +213,15 @@ class RouterCore:
 
     def on_message(self, connection: ReplicaConnection, message: FeedMessage) -> None:
         for delta in message.deltas:
+            if self.standbys.hear(delta):
+                continue
             stream = self._streams.get(delta.request_id)
             if stream is None or stream.replica_id != connection.replica_id:
                 continue  # of an attempt that is over
-            if delta.epoch != stream.request.epoch + stream.attempt:
+            if delta.epoch != stream.epoch:
+                continue
+            if delta.handover is not None and delta.first_token_index == stream.log.num_tokens:
+                stream.frozen(delta.handover)
                 continue
             if delta.finish_reason == "error":
                 self._on_error(stream, error_of(delta))
@@ -233,18 +240,21 @@ class RouterCore:
             elif verdict == "gap":
                 self._resume(stream, "gap", Unavailable("tokens of this request were lost on their way"))
 
-    def on_leaving(self, connection: ReplicaConnection, unsent: Sequence[GenerationRequest]) -> None:
-        for request in unsent:
-            stream = self._streams.get(request.request_id)
+    def on_leaving(self, connection: ReplicaConnection, unsent: Sequence[RequestId]) -> None:
+        for attempt_id in unsent:
+            stream = self._streams.get(attempt_id)
             if stream is not None and stream.replica_id == connection.replica_id:
                 self._withdraw(stream)
-                self.stats.resumed(request.model_id, "unavailable")
+                self.stats.resumed(stream.request.model_id, "unavailable")
                 self._next_attempt(stream, None)
+            elif (standby := self.standbys.find(attempt_id)) is not None:
+                self.standbys.refuse(standby, Unavailable(f"the replica {connection.replica_id} is leaving"))
         for stream in self.streams_at(connection.replica_id):
             self.waker.need(stream.request.model_id)
         self.moves.drain()
 
     def on_lost(self, connection: ReplicaConnection, reason: str) -> None:
+        self.standbys.lost(connection.replica_id, reason)
         for stream in [each for each in self._streams.values() if each.replica_id == connection.replica_id]:
             self._resume(stream, "replica_lost", Unavailable(f"the replica was lost under this request: {reason}"))
 
@@ -284,9 +294,30 @@ class RouterCore:
         self._next_attempt(stream, target)
         return landing
 
+    def switch(self, stream: RequestStream, standby: Standby) -> None:
+        """Makes a standby the request's attempt; from here on nothing of the old one counts."""
+        assert stream.replica_id is not None, "it runs somewhere"
+        source = self.fleet.connection(stream.replica_id)
+        if source is not None:
+            source.own_load_tokens -= stream.load_tokens
+        del self._streams[stream.attempt_id]
+        stream.last_replica_id, stream.replica_id = stream.replica_id, standby.connection.replica_id
+        stream.attempt = standby.attempt
+        self._streams[stream.attempt_id] = stream
+        standby.connection.own_load_tokens += stream.load_tokens
+        self.stats.routed(stream.request.model_id, "moved")
+
+    def thaw(self, stream: RequestStream) -> None:
+        """The current attempt stands still and nobody takes it over: the next begins where it ran."""
+        self._withdraw(stream)
+        self._next_attempt(stream, stream.origin)
+
     def _next_attempt(self, stream: RequestStream, target: ReplicaId | None) -> None:
+        if target is None and stream.standby is not None and stream.standby.is_ready:
+            target = stream.standby.connection.replica_id
+        self.standbys.end(stream)
         self._streams.pop(stream.attempt_id, None)
-        stream.attempt += 1
+        stream.attempt = stream.claim_attempt()
         stream.target = target
         self._streams[stream.attempt_id] = stream
         self._await_replica(stream)
@@ -338,10 +369,12 @@ class RouterCore:
         self._withdraw(stream)
         self._stop_waiting(stream)
         self._streams.pop(stream.attempt_id, None)
+        self.standbys.end(stream)
         stream.crash_land()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a request is lost between the states, or a finished one is still held."""
+        self.standbys.check_integrity()
         for attempt_id, stream in self._streams.items():
             if stream.attempt_id != attempt_id:
                 raise IntegrityError(f"request {stream.request_id} is held under the old attempt {attempt_id}")

@@ -13,7 +13,7 @@ import msgspec
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from remora.deployments.engine.messages import FeedMessage, GenerationRequest
+from remora.deployments.engine.messages import FeedMessage, FreezeOrder, GenerationRequest, Resumption
 from remora.deployments.model_card import ModelCard
 from remora.deployments.targeting import TARGET
 from remora.namespaces.geometry import KVPrecision
@@ -41,6 +41,12 @@ class ServeLink:
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         await self._call("submit", _encoder.encode(list(requests)))
+
+    async def freeze(self, orders: Sequence[FreezeOrder]) -> None:
+        await self._call("freeze", _encoder.encode(list(orders)))
+
+    async def resume(self, resumptions: Sequence[Resumption]) -> None:
+        await self._call("resume", _encoder.encode(list(resumptions)))
 
     async def cancel(self, request_ids: Sequence[RequestId]) -> None:
         await self._call("cancel", _encoder.encode(list(request_ids)))

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import cast
 
-from remora.cache_actors.port import BlockLoader, EngineCommand, KVSource, PoolPort, StepGate
+from remora.cache_actors.port import BlockLoader, EngineCommand, KVSource, PoolPort, StepGate, TailBlocks
 from remora.cache_actors.stage_pools import StagePools
 from remora.deployments.engine.base import (
     EmitDeltas,
@@ -25,8 +25,9 @@ from remora.deployments.engine.base import (
     FindNamespace,
     OnFenced,
 )
+from remora.deployments.engine.handovers import Handovers
 from remora.deployments.engine.lanes import Lanes
-from remora.deployments.engine.messages import GenerationRequest, LoadReport
+from remora.deployments.engine.messages import FreezeOrder, GenerationRequest, LoadReport, Resumption
 from remora.deployments.engine.request_book import RequestBook
 from remora.deployments.engine.scheduler import Scheduled, Scheduler
 from remora.deployments.engine.sequence import Phase
@@ -60,6 +61,7 @@ class Engine:
         config: EngineConfig | None = None,
         loader: BlockLoader | None = None,
         own_pool: KVSource | None = None,
+        tails: TailBlocks | None = None,
         on_fenced: OnFenced | None = None,
         on_stage_lost: OnFenced | None = None,
     ) -> None:
@@ -71,7 +73,8 @@ class Engine:
         then wait until the pool has all stages again.
 
         `loader` brings blocks from other pools, and converts those that `own_pool`, by which it knows this one, has in
-        another precision; without them everything that is not in this pool as it is wanted is computed.
+        another precision; without them everything that is not in this pool as it is wanted is computed. `tails` brings
+        what no pool knows of yet when a running request is handed over.
         """
         self._config = config if config is not None else EngineConfig()
         self._pool = pool
@@ -100,6 +103,7 @@ class Engine:
         if self._lanes is not None:
             self._book.link.flying = self._lanes.flying
             self._scheduler.num_lanes = self._lanes.num_lanes
+        self._handovers = Handovers(self._book, self._scheduler, tails)
         self._name = model.name
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -127,6 +131,15 @@ class Engine:
     def cancel(self, request_id: RequestId) -> None:
         """Ends a request within one step, wherever it is; its blocks go back. Unknown ids are ignored."""
         self._post(lambda: self._book.cancel(request_id))
+
+    def freeze(self, order: FreezeOrder) -> None:
+        """Stops a request at the next step boundary; its handover comes behind its last token. It keeps its blocks
+        until it is cancelled. Unknown ids are ignored."""
+        self._post(lambda: self._freeze(order))
+
+    def resume(self, resumption: Resumption) -> None:
+        """Lets a standby go on. Unknown ids are ignored."""
+        self._post(lambda: self._handovers.resume(resumption))
 
     def stats(self) -> EngineStats:
         """Counters and gauges of now."""
@@ -183,6 +196,11 @@ class Engine:
 
     # ---- the engine's thread
 
+    def _freeze(self, order: FreezeOrder) -> None:
+        self._handovers.freeze(order)
+        # Not behind the next step of the others.
+        self._emit()
+
     def step(self) -> bool:
         """Does whatever can be done now, at most one forward pass. False if there was nothing to compute."""
         if self._is_fenced:
@@ -212,6 +230,7 @@ class Engine:
             forward_s = self._settle(self._runner.compute(plan))
         if self._is_fenced:
             return False
+        self._handovers.announce()
         book.link.publish(scheduler.running, self._clock.now_s())
         book.link.flush()
         self._emit()

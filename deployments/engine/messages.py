@@ -71,8 +71,53 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_source: KVSource | None = None
     #: Tokens at the beginning that its session had before: what is cached of them in another precision is converted.
     num_kept_tokens: int = 0
+    #: Of a standby: the epoch of the attempt beside which it runs, and which counts until its Resumption. It computes
+    #: all but the last token, says that it is ready, and waits. Only with one choice and without a context.
+    standby_of: Epoch | None = None
     #: W3C trace context headers.
     trace_context: dict[str, str] = {}
+
+
+class TailBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A block of an arena, and the CRC-32 of its bytes while its owner stood still."""
+
+    block: int
+    checksum: int
+
+
+class Handover(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that stands still between two steps, for the replica that goes on with it.
+
+    Its last blocks lie in an arena that processes of `node_id` can map. They are the tokens' KV only as long as the
+    checksums hold: their owner may be gone at any time, and nobody keeps them for the reader.
+    """
+
+    #: Tokens of prompt and output whose KV is computed.
+    num_tokens: int
+    #: Chain hash of exactly these tokens, the last block as far as it goes.
+    tokens_hash: bytes
+    fingerprint: bytes
+    node_id: str
+    arena_path: str
+    #: Number of the first of `blocks` within the request.
+    first: int = 0
+    blocks: tuple[TailBlock, ...] = ()
+
+
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """What a standby still lacks: it goes on behind these tokens."""
+
+    request_id: RequestId
+    #: Output behind what the standby was sent with.
+    token_ids: tuple[int, ...]
+    handover: Handover
+
+
+class FreezeOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Stops a request at a step boundary; what lies in blocks behind `num_tokens` is wanted."""
+
+    request_id: RequestId
+    num_tokens: int
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +152,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
     #: In the last delta of a choice whose context was edited.
     context: ContextOutcome | None = None
+    #: Instead of tokens: a standby needs nothing but its Resumption; a request was stopped, as it was asked to be.
+    is_ready: bool = False
+    handover: Handover | None = None
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):

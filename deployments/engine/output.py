@@ -9,6 +9,7 @@ from remora.deployments.engine.base import Detokenizer
 from remora.deployments.engine.messages import (
     FinishReason,
     GenerationRequest,
+    Handover,
     SamplingParams,
     TokenDelta,
 )
@@ -101,9 +102,13 @@ def token_delta(
     sampled: Sampled | None = None,
     finish_reason: FinishReason | None = None,
     stop_reason: str | int | None = None,
+    *,
+    is_ready: bool = False,
+    handover: Handover | None = None,
 ) -> TokenDelta:
     """What a choice produced, behind what it has sent."""
     live = sequence.live
+    is_quiet = sequence.has_sent or is_ready or handover is not None
     return TokenDelta(
         request_id=live.request.request_id,
         choice_index=sequence.choice_index,
@@ -114,10 +119,12 @@ def token_delta(
         logprobs=(sampled.logprobs,) if sampled is not None and sampled.logprobs else (),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
-        num_cached_tokens=None if sequence.has_sent else live.num_cached_tokens,
-        num_copied_tokens=0 if sequence.has_sent else live.num_copied_tokens,
-        num_converted_tokens=0 if sequence.has_sent else live.num_converted_tokens,
+        num_cached_tokens=None if is_quiet else live.num_cached_tokens,
+        num_copied_tokens=0 if is_quiet else live.num_copied_tokens,
+        num_converted_tokens=0 if is_quiet else live.num_converted_tokens,
         context=sequence.window.outcome() if finish_reason is not None else None,
+        is_ready=is_ready,
+        handover=handover,
     )
 
 

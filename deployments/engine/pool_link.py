@@ -126,7 +126,8 @@ class PoolLink:
                 num_blocks=sequence.num_wanted_blocks(self._config.num_reserve_blocks),
                 max_blocks=sequence.max_blocks,
                 session_id=request.session_id,
-                epoch=request.epoch,
+                # A standby must not end the attempt that it stands by.
+                epoch=request.epoch if request.standby_of is None else request.standby_of,
                 priority=request.priority,
                 geometry_id=sequence.memory.geometry.geometry_id,
                 kept=sequence.kept_chains(),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from concurrent.futures import Future
 
 from remora.cache_actors.port import BlockLoader, KVSource, PoolPort
 from remora.deployments.engine.base import EngineConfig, EngineModel, FindNamespace
+from remora.deployments.engine.deadlines import RETRY_AFTER_S, Deadlines, too_late
 from remora.deployments.engine.engine_stats import EngineCounters
 from remora.deployments.engine.grammar import GrammarMatcher, GrammarWorker
 from remora.deployments.engine.kv_loads import KVLoads
@@ -31,8 +31,7 @@ from remora.platform.base.ids import BlockHash, RequestId
 
 _log = logging.getLogger(__name__)
 
-#: When a request that found no memory in time may try again; and one that can never fit.
-_RETRY_AFTER_S = 2.0
+#: When a request that can never fit may try again.
 _RETRY_AFTER_NEVER_FITS_S = 60.0
 
 
@@ -70,8 +69,7 @@ class RequestBook:
         self.live: dict[RequestId, LiveRequest] = {}
         #: Requests whose further choices wait for the first one's prompt.
         self._expecting: list[LiveRequest] = []
-        self._deadlines: list[tuple[float, int, LiveRequest]] = []
-        self._deadline_numbers = itertools.count()
+        self._deadlines = Deadlines()
         #: Set by a preemption, cleared by the step that therefore admits nobody.
         self.has_preempted = False
 
@@ -97,7 +95,7 @@ class RequestBook:
                 self.counters.num_finished["error"] += 1
             return
         self.live[request.request_id] = live
-        heapq.heappush(self._deadlines, (live.deadline_s, next(self._deadline_numbers), live))
+        self._deadlines.add(live)
         for sequence in live.sequences:
             self.counters.load_tokens += sequence.num_tokens
             self._scheduler.waiting.open(sequence.namespace_id)
@@ -121,18 +119,24 @@ class RequestBook:
     def _begin(self, live: LiveRequest) -> None:
         """Goes behind what clients already have, and queues the first choice that is not at its end."""
         for sequence, token_ids in zip(live.sequences, live.request.output_token_ids, strict=False):
-            error: RemoraError | None = None
-            ended: Step | None = None
-            try:
-                ended = sequence.replay(token_ids)
-            except RemoraError as fault:
-                error = fault
-            self.counters.load_tokens += sequence.num_output_tokens
-            if error is not None:
-                self.fail(sequence, error)
-            elif ended is not None:
-                self._finish(sequence, ended.finish_reason or "stop", stop_reason=ended.stop_reason)
+            self.go_behind(sequence, token_ids)
         self._promote(live)
+
+    def go_behind(self, sequence: Sequence, token_ids: Items[int]) -> bool:
+        """Takes output that the client has already; False if that was its end."""
+        num_before = sequence.num_tokens
+        fault: RemoraError | None = None
+        ended: Step | None = None
+        try:
+            ended = sequence.replay(token_ids)
+        except RemoraError as error:
+            fault = error
+        self.counters.load_tokens += sequence.num_tokens - num_before
+        if fault is not None:
+            self.fail(sequence, fault)
+        elif ended is not None:
+            self._finish(sequence, ended.finish_reason or "stop", stop_reason=ended.stop_reason)
+        return fault is None and ended is None
 
     def _promote(self, live: LiveRequest) -> None:
         """Queues a request's first held choice; the others wait until its prompt can be found in the cache."""
@@ -175,17 +179,9 @@ class RequestBook:
 
     def expire(self, now_s: float) -> None:
         """Ends requests that have not started by their deadline."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            live = heapq.heappop(self._deadlines)[2]
-            if not live.has_started and self.live.get(live.request.request_id) is live:
-                self.end(
-                    live,
-                    errors.OverQuota(
-                        f"Namespace {live.request.namespace_id!r} had no memory or no place for this request within "
-                        f"{live.request.queue_timeout_s:g} s; try again later.",
-                        retry_after_s=_RETRY_AFTER_S,
-                    ),
-                )
+        for live in self._deadlines.due(now_s):
+            if self.live.get(live.request.request_id) is live:
+                self.end(live, too_late(live.request))
 
     def on_admitted(self, sequence: Sequence, admitted: Admitted) -> None:
         num_found = admitted.num_cached_blocks * self._block_tokens
@@ -232,9 +228,13 @@ class RequestBook:
 
     def _take_back(self, sequence: Sequence) -> None:
         """Withdraws an admission; the sequence goes back to its place in the queue."""
+        self.hold(sequence)
+        self._scheduler.enqueue(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Takes a sequence from the pool or the queue; it has nothing until it is queued again."""
         self._scheduler.withdraw(sequence, Phase.HELD)
         self.link.release(sequence)
-        self._scheduler.enqueue(sequence)
 
     def on_over_quota(self, sequence: Sequence, answer: OverQuota) -> None:
         sequence.spans.over_quota(sequence)
@@ -242,7 +242,7 @@ class RequestBook:
         error = errors.OverQuota(
             f"Namespace {answer.namespace_id!r} cannot hold this request: {answer.reason} "
             f"({answer.needed_bytes} bytes needed, limit {answer.limit_bytes}).",
-            retry_after_s=_RETRY_AFTER_NEVER_FITS_S if never_fits else _RETRY_AFTER_S,
+            retry_after_s=_RETRY_AFTER_NEVER_FITS_S if never_fits else RETRY_AFTER_S,
         )
         if sequence.live.has_started:
             self.fail(sequence, error)

@@ -115,6 +115,11 @@ class Sequence:
         self.is_edit_pending = False
         #: Blocks are on their way from another pool: nothing is computed before their end.
         self.is_load_pending = False
+        #: Stops before the last token of its log: another replica still says what comes behind it.
+        self.is_standby = request.standby_of is not None
+        self.has_announced = False
+        #: Nothing more is computed: it is handed over to another replica.
+        self.is_frozen = False
         #: Changes when blocks leave the table within a run.
         self.table_no = 0
         #: Not before this time is the pool asked for more, after it refused.
@@ -163,7 +168,14 @@ class Sequence:
     @property
     def num_computable_tokens(self) -> int:
         """Tokens that can be computed now, room aside."""
-        return 0 if self.is_edit_pending or self.is_load_pending else self.horizon - self.num_begun_tokens
+        if self.is_edit_pending or self.is_load_pending or self.is_frozen:
+            return 0
+        return self.horizon - self.num_begun_tokens - self.is_standby
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a standby has computed what it may."""
+        return self.is_standby and self.num_pending_tokens == 1 and not self.is_load_pending
 
     @property
     def due_removal(self) -> Removal | None:
@@ -220,7 +232,7 @@ class Sequence:
 
         Raises InvalidRequest if they go on behind an end.
         """
-        self.num_sent_tokens = len(token_ids)
+        self.num_sent_tokens += len(token_ids)
         ended: Step | None = None
         for token_id in token_ids:
             if ended is not None:
@@ -253,6 +265,12 @@ class Sequence:
             )
             for each in siblings
         )
+
+    def hash_of(self, num_tokens: int) -> BlockHash:
+        """Chain hash of exactly the log's first tokens: of full blocks, and of what is behind them."""
+        num_full = num_tokens // self.block_tokens
+        parent = self.extend_hashes(num_full)[-1] if num_full else self.live.namespace.root
+        return next_hash(parent, self.token_ids[num_full * self.block_tokens : num_tokens].tolist())
 
     # ---- blocks of this run
 

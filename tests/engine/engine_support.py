@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from remora.cache_actors.local_delivery import Delivery
 from remora.cache_actors.local_pool import LocalPool
-from remora.cache_actors.port import BlockLoader, KVSource, OpenGate
+from remora.cache_actors.port import BlockLoader, KVSource, OpenGate, TailBlocks
 from remora.deployments.engine.base import EngineConfig, EngineNamespace, KVSibling
 from remora.deployments.engine.engine import Engine
 from remora.deployments.engine.messages import GenerationRequest, Grammar, SamplingParams, TokenDelta
@@ -161,6 +161,7 @@ class Harness:
         clock: Clock | None = None,
         loader: BlockLoader | None = None,
         own_pool: KVSource | None = None,
+        tails: TailBlocks | None = None,
         pool: LocalPool | None = None,
         fingerprint: bytes = FINGERPRINT,
         **config: Any,
@@ -204,6 +205,7 @@ class Harness:
             on_fenced=self.fenced.append,
             loader=loader,
             own_pool=own_pool,
+            tails=tails,
         )
 
     def root(self, namespace: str) -> Any:

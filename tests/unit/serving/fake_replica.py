@@ -9,8 +9,11 @@ from typing import Any
 from remora.deployments.engine.messages import (
     FeedMessage,
     FinishReason,
+    FreezeOrder,
     GenerationRequest,
+    Handover,
     LoadReport,
+    Resumption,
     TokenDelta,
     TokenLogprob,
 )
@@ -41,6 +44,10 @@ class FakeReplica:
         #: Serve does not list it any more: no call reaches it, and its feed goes on.
         self.leaving = False
         self.running: dict[RequestId, tuple[GenerationRequest, list[list[int] | None]]] = {}
+        #: Of those: attempts that wait for their resumption, and those that were stopped.
+        self.standing_by: set[RequestId] = set()
+        self.stopped: set[RequestId] = set()
+        self.resumptions: list[Resumption] = []
         self.submitted: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
         self.num_submit_calls = 0
@@ -131,6 +138,30 @@ class FakeReplica:
                 )  # fmt: skip
                 del self.running[request.request_id]
                 self.hub.emit(request.router_id, (delta,))
+            elif request.standby_of is not None:
+                self.standing_by.add(request.request_id)
+
+    async def freeze(self, orders: Sequence[FreezeOrder]) -> None:
+        self._check_listed()
+        for order in orders:
+            if order.request_id not in self.running:
+                continue
+            self.stopped.add(order.request_id)
+            request, choices = self.running[order.request_id]
+            handover = Handover(
+                num_tokens=order.num_tokens, tokens_hash=b"", fingerprint=b"", node_id="n", arena_path=self.pool_id
+            )
+            self.hub.emit(request.router_id, (self._word(request, len(choices[0] or ()), handover=handover),))
+
+    async def resume(self, resumptions: Sequence[Resumption]) -> None:
+        self._check_listed()
+        for resumption in resumptions:
+            self.resumptions.append(resumption)
+            if resumption.request_id in self.standing_by:
+                self.standing_by.remove(resumption.request_id)
+                choice = self.running[resumption.request_id][1][0]
+                assert choice is not None
+                choice.extend(resumption.token_ids)
 
     async def keep_alive(self, router_id: RouterId, wanted_traces: Sequence[str] = ()) -> None:
         self._check_listed()
@@ -201,6 +232,11 @@ class FakeReplica:
         """One token for every choice of every request; a choice ends at max_tokens."""
         for _ in range(count):
             for request, choices in list(self.running.values()):
+                if request.request_id in self.standing_by:
+                    self.hub.emit(request.router_id, (self._word(request, len(choices[0] or ()), is_ready=True),))
+                    continue
+                if request.request_id in self.stopped:
+                    continue
                 deltas = []
                 for index, ids in enumerate(choices):
                     if ids is None:
@@ -235,6 +271,12 @@ class FakeReplica:
             num_cached_tokens=self.num_cached_tokens if is_first else None,
             num_copied_tokens=self.num_copied_tokens if is_first and request.kv_source is not None else 0,
             num_converted_tokens=self.num_converted_tokens if is_first and request.kv_source is not None else 0,
+        )  # fmt: skip
+
+    def _word(self, request: GenerationRequest, position: int, **word: Any) -> TokenDelta:
+        return TokenDelta(
+            request_id=request.request_id, choice_index=0, epoch=request.epoch, first_token_index=position,
+            token_ids=(), text="", **word,
         )  # fmt: skip
 
     def kill(self) -> None:
