@@ -95,7 +95,8 @@ class StageLoop:
     def _compute(self, message: Message, waits_since_s: float, received_s: float) -> None:
         hop_s = max(0.0, received_s - max(waits_since_s, message.sent_unix_s))
         # Waiting counts as a bubble from when the micro-batch was in the pipeline at all.
-        bubble_s = max(0.0, min(received_s, message.sent_unix_s) - max(waits_since_s, message.times_K7[0, 0]))
+        began_unix_s = float(message.times_K7[0, 0])
+        bubble_s = max(0.0, min(received_s, message.sent_unix_s) - max(waits_since_s, began_unix_s))
         hop_bytes, batch = float(message.values.nbytes), self._batch
         message.fill(batch)
         asked_s = time.perf_counter()

@@ -169,10 +169,12 @@ def connected(
     """Stage 0 here, stage 1 behind the pipe."""
     limits = make_limits(shape, micro_tokens)
     paths = create_rings(Path("/dev/shm"), "remora-bench-", limits)
-    pipe.send(("serve", paths, process_identity()))
-    sender, receiver = open_ring(paths[0], peer), open_ring(paths[1], peer)
-    assert pipe.recv() == "open"
-    remove_rings(paths)
+    try:
+        pipe.send(("serve", paths, process_identity()))
+        sender, receiver = open_ring(paths[0], peer), open_ring(paths[1], peer)
+        assert pipe.recv() == "open"
+    finally:
+        remove_rings(paths)
     decoder = PipelineDecoder(
         stage.decoder,
         stage.memory.geometry,
