@@ -33,6 +33,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Ray reads this when it is imported, which test modules do before any fixture runs: its sockets bind to loopback.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+# A node that is killed counts as dead after 1.5 s and not 15.
+os.environ.update(
+    {
+        "RAY_health_check_initial_delay_ms": "0",
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_failure_threshold": "3",
+    }
+)
 
 REQUIRE_ALL = os.environ.get("REMORA_REQUIRE_ALL") == "1"
 

@@ -31,7 +31,7 @@ class RayStartError(RemoraError):
 
 def local_ray_environment(temp_dir: Path) -> dict[str, str]:
     """Variables that must be set before `ray` is imported, in the driver; its processes inherit them."""
-    http_port, grpc_port = _free_ports(2)
+    http_port, grpc_port = free_ports(2)
     return {
         # 2.60 writes a token into the home directory otherwise; the ports are on loopback.
         "RAY_AUTH_MODE": "disabled",
@@ -49,7 +49,7 @@ def local_ray_environment(temp_dir: Path) -> dict[str, str]:
     }
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that nobody listens on now."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]

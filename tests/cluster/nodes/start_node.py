@@ -1,0 +1,34 @@
+"""Joins one more node to a Ray of this machine, on loopback: python start_node.py GCS_ADDRESS RESOURCE
+
+`ray start` would take the machine's address.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+
+def main(gcs_address: str, resource: str) -> None:
+    parameters = RayParams(
+        gcs_address=gcs_address,
+        node_ip_address="127.0.0.1",
+        num_cpus=2,
+        num_gpus=0,
+        resources={resource: 1.0},
+        object_store_memory=80 * 1024 * 1024,
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+        include_log_monitor=False,
+    )
+    parameters.dashboard_agent_listen_port = None
+    Node(parameters, head=False, shutdown_at_exit=True, spawn_reaper=False)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
