@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,7 +71,6 @@ class _Step:
     num_sent: int = 0
     num_done: int = 0
     fault: Exception | None = None
-    waited_s: float = 0.0
     times: list[list[MicroTime]] = field(default_factory=list)
 
     @property
@@ -111,7 +109,6 @@ class PipelineDecoder:
         sender: HopSender,
         receiver: HopReceiver,
         result_room_bytes: int,
-        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`decoder` has the layers of stage 0, whose KV has this geometry. `result_room_bytes`: results that the last
         stage can send without waiting for this process, so that no two stages ever wait for each other."""
@@ -123,7 +120,6 @@ class PipelineDecoder:
         self._sender = sender
         self._receiver = receiver
         self._room_bytes = result_room_bytes
-        self._on_close = on_close
         self._micro = limits.make_batch()
         self._steps: deque[_Step] = deque()
         self._under_way: deque[_InFlight] = deque()
@@ -251,7 +247,6 @@ class PipelineDecoder:
         self._lost = self._lost or "the pipeline is closed"
         self._sender.close()
         self._receiver.close()
-        self._on_close()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when what is counted as under way contradicts the steps."""
