@@ -62,6 +62,9 @@ class RequestStream:
         self.chain_start: tuple[BlockHash, int] | None = None
         self.attempt = 0
         self._last_attempt = 0
+        #: Under which pools know the current attempt: one that was taken over has that of the attempt it stood by,
+        #: which its own would have ended.
+        self.pool_epoch = request.epoch
         #: The next attempt, while it is made ready at another replica.
         self.standby: Standby | None = None
         #: An attempt that was handed over: where it still holds its blocks, and its id.
@@ -146,7 +149,7 @@ class RequestStream:
             self.request,
             request_id=self.id_of(attempt),
             epoch=Epoch(self.request.epoch + attempt),
-            standby_of=None if standby is None else self.epoch,
+            standby_of=None if standby is None else self.pool_epoch,
             queue_timeout_s=queue_timeout_s,
             kv_source=self.kv_source,
             **resumed,

@@ -318,6 +318,7 @@ class RouterCore:
         self.standbys.end(stream)
         self._streams.pop(stream.attempt_id, None)
         stream.attempt = stream.claim_attempt()
+        stream.pool_epoch = stream.epoch
         stream.target = target
         self._streams[stream.attempt_id] = stream
         self._await_replica(stream)

@@ -71,8 +71,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_source: KVSource | None = None
     #: Tokens at the beginning that its session had before: what is cached of them in another precision is converted.
     num_kept_tokens: int = 0
-    #: Of a standby: the epoch of the attempt beside which it runs, and which counts until its Resumption. It computes
-    #: all but the last token, says that it is ready, and waits. Only with one choice and without a context.
+    #: Of a standby: the epoch under which pools know the attempt beside which it runs, and which counts until its
+    #: Resumption. It computes all but the last token, says that it is ready, and waits. Only with one choice and
+    #: without a context.
     standby_of: Epoch | None = None
     #: W3C trace context headers.
     trace_context: dict[str, str] = {}

@@ -107,6 +107,29 @@ async def test_a_request_that_goes_on_elsewhere_finds_its_blocks_by_the_pool_it_
     turn.close()
 
 
+async def test_a_standby_never_ends_the_attempt_that_it_stands_by(
+    cluster: Any, make_replica: Any, expected_token: Any
+) -> None:
+    """A pool ends what runs under an older epoch of a session than it is told: each move keeps the first one's."""
+    replicas = make_replica("a"), make_replica("b")
+    await cluster.add(*replicas)
+    stream, source, target = await running(cluster, *replicas, max_tokens=30)
+    for _ in range(3):
+        moving = asyncio.create_task(cluster.core.moves.move(stream, target.replica_id))
+        while not moving.done():
+            await source.step()
+            await target.step()
+        await moving
+        source, target = target, source
+    sent = [request for replica in replicas for request in replica.submitted if request.standby_of is not None]
+    assert [request.standby_of for request in sent] == [0, 0, 0]
+    source.kill()
+    await cluster.settle(lambda: bool(target.running))
+    assert target.submitted[-1].epoch == stream.epoch > 3, "a failover ends them all"
+    await target.step(30)
+    assert await read(stream) == [text(expected_token, stream)]
+
+
 async def test_a_target_that_refuses_leaves_the_request_where_it_is(
     cluster: Any, make_replica: Any, expected_token: Any
 ) -> None:
