@@ -171,7 +171,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     #: Prompt tokens that were computed; recomputed ones after a preemption included.
     num_prompt_tokens: int
     num_cached_tokens: int
-    #: Tokens whose blocks came from other pools; and blocks that came with a wrong checksum, and were computed.
+    #: Tokens whose KV came from other pools, or was handed over; blocks of a wrong checksum, which were computed.
     num_copied_tokens: int
     num_converted_tokens: int
     num_damaged_blocks: int

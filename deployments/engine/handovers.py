@@ -100,11 +100,12 @@ class Handovers:
             return
         size, memory, live = sequence.block_tokens, sequence.memory, sequence.live
         block_bytes = memory.geometry.block_bytes
-        before = sequence.num_computed_tokens
+        before, num_sound = sequence.num_computed_tokens, 0
         blocks = [(each.block, each.checksum) for each in handover.blocks]
         try:
             found = self._tails.read(handover.node_id, handover.arena_path, blocks, block_bytes)
             for position, bytes_B in enumerate(found, handover.first):
+                num_sound += 1
                 end = min((position + 1) * size, handover.num_tokens)
                 if end <= sequence.num_computed_tokens:
                     continue
@@ -114,6 +115,10 @@ class Handovers:
                 block = int(sequence.blocks[position])
                 memory.data[block * block_bytes : (block + 1) * block_bytes] = bytes_B
                 sequence.num_computed_tokens = end
+            else:
+                if num_sound < len(blocks) and handover.node_id == self._tails.node_id:
+                    self._book.counters.num_damaged_blocks += 1
+                    _log.warning("%s: a block of the tail has another checksum; it is computed", sequence.sequence_id)
         except ArenaError as error:
             _log.warning("%s: the tail is computed: %s", sequence.sequence_id, error)
         num_tokens = sequence.num_computed_tokens - before

@@ -38,7 +38,7 @@ _ENGINE_COUNTERS = {
     "num_preemptions": ("remora_engine_preemptions", "Sequences that gave their blocks back to go on later."),
     "num_prompt_tokens": ("remora_engine_prompt_tokens", "Prompt tokens computed."),
     "num_cached_tokens": ("remora_engine_cached_tokens", "Prompt tokens found in the cache."),
-    "num_copied_tokens": ("remora_engine_copied_tokens", "Tokens whose blocks came from another pool."),
+    "num_copied_tokens": ("remora_engine_copied_tokens", "Tokens whose KV was copied."),
     "num_converted_tokens": (
         "remora_engine_converted_tokens",
         "Tokens whose blocks were converted from another KV precision.",

@@ -199,6 +199,8 @@ def test_a_tail_that_is_not_what_it_should_be_is_computed(
             pair.target.step()
     output = pair.resume(standby_id, handover)
     pair.end(request_id)
+    if fault == "flipped" and blocks and num_meanwhile <= BLOCK_TOKENS:
+        assert pair.target.engine.stats().num_damaged_blocks == 1
     if fault != "standby cancelled":
         assert output.token_ids == expected_greedy(PROMPT, 30)
 
