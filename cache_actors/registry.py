@@ -32,7 +32,7 @@ from remora.cache_actors.registry_state import (
     ReplicaStatus,
     Settled,
 )
-from remora.cache_actors.serve_scaler import scale_deployment
+from remora.cache_actors.serve_scaler import ServeScaler
 from remora.cache_actors.session_ends import end_sessions
 from remora.cache_actors.session_registry import SessionRegistry
 from remora.namespaces.session_commands import SessionCommand
@@ -69,7 +69,7 @@ class RegistryActor:
         self._state = RegistryState(uuid.uuid4().hex)
         self._heard_s: dict[ReplicaId, float] = {}
         self._changed = asyncio.Event()
-        self._sleep = ModelSleep(scale_deployment)
+        self._sleep = ModelSleep(ServeScaler())
         context = ray.get_runtime_context()
         self._node_id: str = context.get_node_id()
         self._sessions = SessionRegistry(
@@ -94,7 +94,7 @@ class RegistryActor:
             self._apply(ReplicaChanged(record=msgspec.structs.replace(record, status=status, load=load)))
         if load.wants_sleep and self._state.settled:
             # Here, and not now and then: no other moment's word of the replica is as fresh.
-            await self._sleep.look(self._of(record.model_id))
+            await self._sleep.look(record.model_id, self._of(record.model_id))
         return True
 
     async def unregister(self, replica_id: ReplicaId) -> None:
@@ -123,9 +123,9 @@ class RegistryActor:
         """Starts the replicas of a model that sleeps; see ModelSleep.wake."""
         return await self._sleep.wake(app_name, model_id, num_replicas)
 
-    async def sleep_model(self, model_id: ModelId) -> None:
+    async def sleep_model(self, app_name: str, model_id: ModelId) -> None:
         """Stops the replicas of a model that has nothing to do; see ModelSleep.sleep_now."""
-        await self._sleep.sleep_now(self._of(model_id))
+        await self._sleep.sleep_now(app_name, model_id, self._of(model_id))
 
     async def session_call(self, data: bytes) -> bytes:
         """Answers one SessionCommand with a SessionAnswer, both as msgpack."""

@@ -8,7 +8,7 @@ must have been deployed with `external_scaler_enabled: true`; a new configuratio
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -20,23 +20,41 @@ from remora.platform.base.ids import ModelId
 _TIMEOUT_S: Final = 5.0
 
 
-async def scale_deployment(app_name: str, model_id: ModelId, num_replicas: int) -> None:
-    """Returns when Serve's controller has taken it on record. Raises Conflict, Unavailable."""
-    from ray.serve._private.common import DeploymentID
+class ServeScaler:
+    """A Scaler (model_sleep.py) on Serve's controller."""
+
+    async def wanted(self, app_name: str, model_id: ModelId) -> int:
+        """Raises Unavailable, also when Serve does not know the model (any more, or yet)."""
+        details = await _ask_controller("get_serve_instance_details")
+        try:
+            deployments = details["applications"][app_name]["deployments"]
+            return int(deployments[model_id]["target_num_replicas"])
+        except KeyError as missing:
+            raise Unavailable(f"Serve knows no {missing}") from None
+
+    async def scale(self, app_name: str, model_id: ModelId, num_replicas: int) -> None:
+        """Returns when Serve has taken it on record. Raises Conflict, Unavailable."""
+        from ray.serve._private.common import DeploymentID
+
+        # What Serve's own REST call (.../deployments/{name}/scale) does; its dashboard does not run everywhere.
+        await _ask_controller(
+            "update_deployment_replicas", DeploymentID(name=model_id, app_name=app_name), num_replicas
+        )
+
+
+async def _ask_controller(method: str, *arguments: Any) -> Any:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
     from ray.serve._private.exceptions import ExternalScalerDisabledError
 
     try:
-        # What Serve's own REST call (.../deployments/{name}/scale) does; the dashboard that has it does not run here.
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-        deployment = DeploymentID(name=model_id, app_name=app_name)
         async with asyncio.timeout(_TIMEOUT_S):
-            await controller.update_deployment_replicas.remote(deployment, num_replicas)
+            return await getattr(controller, method).remote(*arguments)
     except RayTaskError as error:
         if isinstance(error.cause, ExternalScalerDisabledError):
             raise Conflict(
-                f"models.{model_id}.idle_timeout_s: Serve does not let replicas of the application {app_name!r} stop; "
-                "say external_scaler_enabled: true in its Serve configuration."
+                "Serve does not let a model's replicas stop: say external_scaler_enabled: true for the application in "
+                "the Serve configuration."
             ) from None
         raise Unavailable(f"Serve: {_first_line(error.cause)}") from None
     except (RayError, ValueError, TimeoutError) as error:

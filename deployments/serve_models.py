@@ -35,7 +35,7 @@ class ServeModels:
 
     async def sleep(self, model_id: ModelId) -> None:
         """Stops the replicas of a model that has nothing to do. Raises Conflict if it has, Unavailable."""
-        await _asked(self._registry.sleep_model.remote(model_id))
+        await _asked(self._registry.sleep_model.remote(self._app_name, model_id))
 
     async def count_replicas(self) -> Mapping[str, int]:
         """Deployment → replicas that run or start. Raises Unavailable."""

@@ -84,6 +84,7 @@ class Waker:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._arrivals.clear()
 
     async def _ask(self, model_id: ModelId, arrival: asyncio.Event) -> None:
         assert self._wake is not None, "only models that can be woken sleep"

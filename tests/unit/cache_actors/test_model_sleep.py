@@ -18,18 +18,25 @@ MODEL = ModelId("tiny")
 
 
 class Serve:
-    """What Serve was told; it takes a moment to answer."""
+    """Runs two replicas at first, and remembers what it was told; it takes a moment to answer."""
 
     def __init__(self) -> None:
-        self.wanted: list[int] = []
+        self.told: list[int] = []
+        self.num_replicas = 2
         self.error: Exception | None = None
 
-    async def __call__(self, app_name: str, model_id: ModelId, num_replicas: int) -> None:
+    async def wanted(self, app_name: str, model_id: ModelId) -> int:
+        assert (app_name, model_id) == ("app", MODEL)
+        await asyncio.sleep(0.002)
+        return self.num_replicas
+
+    async def scale(self, app_name: str, model_id: ModelId, num_replicas: int) -> None:
         assert (app_name, model_id) == ("app", MODEL)
         await asyncio.sleep(0.002)
         if self.error is not None:
             raise self.error
-        self.wanted.append(num_replicas)
+        self.num_replicas = num_replicas
+        self.told.append(num_replicas)
 
 
 def record(name: str, *, wants_sleep: bool = True, status: Any = "ready", num_running: int = 0) -> ReplicaRecord:
@@ -40,50 +47,66 @@ def record(name: str, *, wants_sleep: bool = True, status: Any = "ready", num_ru
 async def test_a_model_sleeps_when_all_its_replicas_want_to_and_however_many_ask_are_told_of_one_wake() -> None:
     serve = Serve()
     sleep = ModelSleep(serve)
-    await sleep.look([record("a"), record("b", wants_sleep=False)])
-    await sleep.look([record("a"), record("b", status="draining")])
-    await sleep.look([])
-    assert serve.wanted == []
-    await sleep.look([record("a"), record("b")])
-    assert serve.wanted == [0]
+    await sleep.look(MODEL, [record("a"), record("b", wants_sleep=False)])
+    for status in ("draining", "lost"):
+        await sleep.look(MODEL, [record("a"), record("b", status=status)])
+    await sleep.look(MODEL, [])
+    assert serve.told == []
+    await sleep.look(MODEL, [record("a"), record("b")])
+    assert serve.told == [0]
     answers = await asyncio.gather(*(sleep.wake("app", MODEL, 2) for _ in range(5)))
     assert sorted(answers) == [False] * 4 + [True]
-    assert set(serve.wanted[1:]) == {2}
+    assert serve.told == [0, 2]
     sleep.check_integrity()
 
 
 async def test_what_a_stopping_replica_still_says_does_not_put_the_woken_model_to_sleep_again() -> None:
     serve = Serve()
     sleep = ModelSleep(serve)
-    await sleep.look([record("old")])
+    await sleep.look(MODEL, [record("old")])
     assert await sleep.wake("app", MODEL, 1)
-    await sleep.look([record("old")])
-    await sleep.look([record("old"), record("new", wants_sleep=False)])
-    assert serve.wanted == [0, 1]
+    await sleep.look(MODEL, [record("old")])
+    await sleep.look(MODEL, [record("old"), record("new", wants_sleep=False)])
+    assert serve.told == [0, 1]
     sleep.forget(ReplicaId("old"))
-    await sleep.look([record("new")])
-    assert serve.wanted == [0, 1, 0]
+    await sleep.look(MODEL, [record("new")])
+    assert serve.told == [0, 1, 0]
 
 
 async def test_a_wake_and_a_sleep_that_cross_leave_the_model_awake() -> None:
     serve = Serve()
     sleep = ModelSleep(serve)
-    await asyncio.gather(sleep.look([record("a")]), sleep.wake("app", MODEL, 1))
-    assert serve.wanted == [0, 1]
-    await asyncio.gather(sleep.wake("app", MODEL, 1), sleep.look([record("b")]))
-    assert serve.wanted == [0, 1, 1]
+    await asyncio.gather(sleep.look(MODEL, [record("a")]), sleep.wake("app", MODEL, 1))
+    assert serve.told == [0, 1]
+    await asyncio.gather(sleep.wake("app", MODEL, 1), sleep.look(MODEL, [record("b")]))
+    assert serve.told == [0, 1]
 
 
-async def test_a_model_with_work_is_not_put_to_sleep_by_hand_and_one_that_is_starting_wakes_by_itself() -> None:
+async def test_a_model_with_work_or_that_is_starting_is_not_put_to_sleep_by_hand() -> None:
     serve = Serve()
     sleep = ModelSleep(serve)
     with pytest.raises(Conflict, match="busy"):
-        await sleep.sleep_now([record("a", wants_sleep=False), record("b", wants_sleep=False, num_running=1)])
-    await sleep.sleep_now([record("a", wants_sleep=False)])
-    assert serve.wanted == [0]
-    # A new configuration starts the replicas without being asked here: that is not a wake.
-    await sleep.look([record("new", wants_sleep=False)])
+        await sleep.sleep_now(
+            "app", MODEL, [record("a", wants_sleep=False), record("b", wants_sleep=False, num_running=1)]
+        )
+    await sleep.sleep_now("app", MODEL, [record("a", wants_sleep=False)])
+    await sleep.sleep_now("app", MODEL, [record("a")])
+    assert serve.told == [0], "it sleeps already"
+    # A new configuration starts the replicas without being asked here, and says how many.
+    serve.num_replicas = 3
+    with pytest.raises(Conflict, match="starting"):
+        await sleep.sleep_now("app", MODEL, [record("a")])
+    await sleep.look(MODEL, [record("new", wants_sleep=False)])
     assert not await sleep.wake("app", MODEL, 1)
+    assert serve.num_replicas == 3
+
+
+async def test_a_registry_that_has_forgotten_everything_wakes_what_serve_says_sleeps() -> None:
+    serve = Serve()
+    serve.num_replicas = 0
+    assert await ModelSleep(serve).wake("app", MODEL, 2)
+    assert not await ModelSleep(serve).wake("app", MODEL, 2)
+    assert serve.told == [2]
 
 
 async def test_an_application_that_may_not_be_scaled_is_told_once_and_what_serve_does_not_answer_is_tried_again(
@@ -93,15 +116,15 @@ async def test_an_application_that_may_not_be_scaled_is_told_once_and_what_serve
     sleep = ModelSleep(serve)
     serve.error = Unavailable("no controller")
     for _ in range(2):
-        await sleep.look([record("a")])
+        await sleep.look(MODEL, [record("a")])
     serve.error = Conflict("say external_scaler_enabled: true")
     for _ in range(3):
-        await sleep.look([record("a")])
+        await sleep.look(MODEL, [record("a")])
     assert [entry.message for entry in caplog.records] == [
         *["model tiny stays awake: no controller"] * 2,
         "model tiny stays awake: say external_scaler_enabled: true",
     ]
     serve.error = None
-    await sleep.look([msgspec.structs.replace(record("a"), replica_id=ReplicaId("of the next configuration"))])
-    assert serve.wanted == [0]
+    await sleep.look(MODEL, [msgspec.structs.replace(record("a"), replica_id=ReplicaId("of the next configuration"))])
+    assert serve.told == [0]
     sleep.check_integrity()
