@@ -16,6 +16,7 @@ from remora.deployments.pipeline.split import balanced_split, measure_costs
 from remora.kernels.base import DecoderShape
 from remora.platform.base.errors import ModelError
 from remora.platform.base.model_config import ModelConfig
+from remora.platform.base.paths import default_state_dir
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,8 @@ def stage_split(model: ModelConfig, num_threads: Sequence[int], state_dir: Path 
     """Layers of each stage, whose devices compute with so many threads: stage_layers if given, else balanced by timing
     a layer and the head on this machine.
 
-    What was measured is kept in `state_dir`: KV of another split is other KV, and two measurements seldom agree to the
-    last layer. Raises ModelError for a model that cannot be split, or not like this.
+    What was measured is kept in `state_dir` (default: the user's): KV of another split is other KV, and two
+    measurements seldom agree to the last layer. Raises ModelError for a model that cannot be split, or not like this.
     """
     shape = read_shape(model)
     if model.stage_layers:
@@ -40,7 +41,7 @@ def stage_split(model: ModelConfig, num_threads: Sequence[int], state_dir: Path 
             f"models.{model.name}.pipeline_stages: {model.pipeline_stages} stages for {shape.num_layers} layers; at "
             "most one stage a layer."
         )
-    kept = None if state_dir is None else _kept_path(state_dir, shape, num_threads)
+    kept = _kept_path(state_dir or default_state_dir(), shape, num_threads)
     split = _read(kept, shape, len(num_threads))
     if split is None:
         costs = {count: measure_costs(shape, count) for count in {*num_threads}}
@@ -56,10 +57,8 @@ def _kept_path(state_dir: Path, shape: DecoderShape, num_threads: Sequence[int])
     return state_dir / "stage_splits" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.json"
 
 
-def _read(path: Path | None, shape: DecoderShape, num_stages: int) -> tuple[int, ...] | None:
+def _read(path: Path, shape: DecoderShape, num_stages: int) -> tuple[int, ...] | None:
     """None when nothing was measured, or what is there does not fit."""
-    if path is None:
-        return None
     try:
         split = msgspec.json.decode(path.read_bytes(), type=tuple[int, ...])
     except (OSError, msgspec.DecodeError):
@@ -68,9 +67,7 @@ def _read(path: Path | None, shape: DecoderShape, num_stages: int) -> tuple[int,
     return split if fits else None
 
 
-def _write(path: Path | None, split: tuple[int, ...]) -> None:
-    if path is None:
-        return
+def _write(path: Path, split: tuple[int, ...]) -> None:
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

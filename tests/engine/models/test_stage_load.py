@@ -73,10 +73,12 @@ def test_a_split_is_by_hand_or_balanced_and_what_cannot_be_split_is_refused(
 ) -> None:
     save_tiny(tmp_path / "llama", "llama", num_hidden_layers=3)
     source = str(tmp_path / "llama")
+    monkeypatch.setenv("REMORA_STATE_DIR", str(tmp_path / "default"))
     by_hand = ModelConfig(name="m", source=source, stage_layers=(2, 1), **DEVICES)
     assert stage_split(by_hand, [1, 1]) == (2, 1)
     measured = stage_split(ModelConfig(name="m", source=source, **DEVICES), [1, 1])
     assert sorted(measured) == [1, 2]
+    assert len(list((tmp_path / "default" / "stage_splits").iterdir())) == 1
     state_dir = tmp_path / "state"
     monkeypatch.setattr("remora.deployments.pipeline.stage_split.balanced_split", lambda costs: (2, 1))
     assert stage_split(ModelConfig(name="m", source=source, **DEVICES), [1, 1], state_dir) == (2, 1)
