@@ -40,6 +40,7 @@ from remora.namespaces.commands import (
     AttachRefused,
     Detach,
     FormatAdded,
+    ProcessIdentity,
     Refused,
 )
 from remora.namespaces.geometry import KVGeometry
@@ -103,10 +104,12 @@ class PoolClient:
         fingerprint: bytes,
         relocates: bool = False,
         reserved_bytes: int = 0,
+        process: ProcessIdentity | None = None,
         on_lost: OnLost | None = None,
     ) -> PoolClient:
         """Maps the arena and registers this process. `on_lost(reason)` is called on the loop. `relocates`: whoever uses
-        the lease takes `Relocate` events; an engine does.
+        the lease takes `Relocate` events; an engine does. `process`: of this node, if another one writes than this:
+        what the lease holds is free when it is gone.
 
         Raises PoolError when the pool refuses (the reason says why), ArenaError when the pool could not start or its
         memory cannot be mapped.
@@ -125,7 +128,7 @@ class PoolClient:
             model_id=model_id,
             geometry=geometry,
             fingerprint=fingerprint,
-            process=process_identity(),
+            process=process_identity() if process is None else process,
             relocates=relocates,
             reserved_bytes=reserved_bytes,
         )

@@ -10,6 +10,7 @@ a new one, and the routers continue its requests there or elsewhere.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -28,7 +29,7 @@ from remora.cache_actors.pool_calls import ask_kv_formats
 from remora.cache_actors.pool_client import PoolClient
 from remora.cache_actors.pool_handles import get_or_create_pool
 from remora.cache_actors.pool_reader import PoolReaders
-from remora.cache_actors.port import KVSource
+from remora.cache_actors.port import KVSource, OpenGate
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.registry import get_or_create_registry
 from remora.cache_actors.registry_client import RegistryMember
@@ -45,11 +46,14 @@ from remora.deployments.model_card import ModelCard
 from remora.deployments.models.compatible import compatible_identities
 from remora.deployments.models.load import LoadedModel, load_model
 from remora.deployments.namespace_formats import NamespaceFormats
+from remora.deployments.pipeline.stage_group import StageGroup, thread_counts
+from remora.deployments.pipeline.stage_split import stage_split
 from remora.deployments.stall import StallWatch
+from remora.kernels.stages import StagePart
 from remora.namespaces.geometry import Precision
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
-from remora.platform.base.errors import ModelError, Unavailable
+from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, RouterId
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
@@ -78,8 +82,6 @@ class ModelReplica:
         bind_replica_to_loopback()
         self._config = config
         self._model_config = next(model for model in config.models if model.name == model_name)
-        if self._model_config.pipeline_stages > 1:
-            raise ModelError(f"models.{model_name}.pipeline_stages: pipelines cannot be served yet; leave it out")
         context = serve.get_replica_context()
         self._device = config.device_of(self._model_config, context.rank.local_rank)
         self._catalog = Catalog(config)
@@ -88,11 +90,16 @@ class ModelReplica:
         self._loop = asyncio.get_running_loop()
         self._node_id = ray.get_runtime_context().get_node_id()
         pool = get_or_create_pool(config, self._device.name, self._node_id)
+        part: StagePart | None = None
+        if self._model_config.pipeline_stages > 1:
+            threads = thread_counts(config, self._model_config)
+            part = StagePart(split=await asyncio.to_thread(stage_split, self._model_config, threads), stage=0)
         self._model: LoadedModel = await asyncio.to_thread(
             load_model,
             self._model_config,
             block_tokens=self._device.block_tokens,
             num_threads=self._device.num_threads,
+            part=part,
         )
         state_dir = config.cluster.state_dir or default_state_dir()
         check_gate(self._model_config, self._model.geometry, self._model.fingerprint, state_dir)
@@ -130,11 +137,14 @@ class ModelReplica:
             load=lambda: self._engine.load(),
             card_no=lambda: self._formats.version,
         )
+        self._stages = None if part is None else await self._start_stages(part)
+        is_split = self._stages is not None
         self._engine = Engine(
             self._model,
             self._lease.memory,
-            self._lease,
-            self._gate,
+            self._lease if self._stages is None else self._stages.pools,
+            # A pipeline takes the turns of its stages by itself.
+            OpenGate() if is_split else self._gate,
             SystemClock(),
             self._hub.emit,
             find_namespace=self._find_namespace,
@@ -143,13 +153,19 @@ class ModelReplica:
                 max_step_tokens=self._model_config.max_step_tokens,
                 debug=config.cluster.debug,
             ),
-            loader=ThreadedLoader(PoolReaders(config.cluster.name, self._node_id).find),
-            own_pool=KVSource(
+            # One pool has only a part of a pipeline's blocks.
+            loader=None if is_split else ThreadedLoader(PoolReaders(config.cluster.name, self._node_id).find),
+            own_pool=None
+            if is_split
+            else KVSource(
                 pool_id=self._lease.binding.pool_id, actor_name=pool_actor_name(self._device.name, self._node_id)
             ),
-            tails=self._tails(),
+            tails=None if is_split else self._tails(),
             on_fenced=self._on_fenced,
+            on_stage_lost=None if self._stages is None else self._stages.stage_lost,
         )
+        if self._stages is not None:
+            self._stages.on_connected = self._engine.use_pipeline
         self._stall = StallWatch()
         self._idle = IdleWatch(self._model_config.idle_timeout_s)
         self._draining = False
@@ -164,6 +180,24 @@ class ModelReplica:
         if binding.kind != "cpu":
             return None
         return NodeArenas(self._node_id, binding.arena_path, self._lease.memory.data)
+
+    async def _start_stages(self, part: StagePart) -> StageGroup:
+        """The workers of the stages behind this one; the model's decoder is then all of them."""
+        group = StageGroup(
+            self._config,
+            self._model_config,
+            self._model,
+            part.split,
+            replica_id=self.replica_id,
+            node_id=self._node_id,
+            gate=self._gate,
+            lease=self._lease,
+            on_dead=self._die,
+        )
+        await group.start()
+        # Tokens of several arenas cannot be moved to other positions from here: they are computed anew.
+        self._model = dataclasses.replace(self._model, decoder=group.decoder, rope_inv_freq=None)
+        return group
 
     def _find_namespace(self, namespace_id: NamespaceId) -> EngineNamespace:
         own = self._catalog.find_namespace(ModelId(self._model.name), namespace_id)
@@ -277,8 +311,9 @@ class ModelReplica:
         return b""
 
     async def stats(self, *, target: str) -> bytes:
-        """EngineStats."""
-        return _encoder.encode(self._engine.stats())
+        """EngineStats, and `pipeline`: StageStatus of each stage of a model that is split."""
+        stages = () if self._stages is None else self._stages.describe()
+        return _encoder.encode({**msgspec.to_builtins(self._engine.stats()), "pipeline": stages})
 
     # ---- called by Serve ---------------------------------------------------------------------------------------------
 
@@ -294,6 +329,8 @@ class ModelReplica:
         await self._membership.stop()
         await asyncio.to_thread(self._engine.stop)
         self._hub.close_all()
+        if self._stages is not None:
+            await self._stages.stop()
         await self._lease.detach()
         self._gate.close()
         flush_telemetry(1.0)

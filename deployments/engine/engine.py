@@ -141,6 +141,12 @@ class Engine:
         """Lets a standby go on. Unknown ids are ignored."""
         self._post(lambda: self._handovers.resume(resumption))
 
+    def use_pipeline(self, pipeline: PipelineRunner) -> None:
+        """Before the next step: the stages have started again. To be said before the pool has them back."""
+        lanes = self._lanes
+        assert lanes is not None, "only a pipeline has stages"
+        self._post(lambda: lanes.use(pipeline))
+
     def stats(self) -> EngineStats:
         """Counters and gauges of now."""
         sequences = [sequence for live in list(self._book.live.values()) for sequence in live.sequences]
@@ -197,6 +203,14 @@ class Engine:
     # ---- the engine's thread
 
     def _freeze(self, order: FreezeOrder) -> None:
+        lanes = self._lanes
+        try:
+            # A token that is under way belongs before the handover.
+            while lanes:
+                self._settle(lanes.finish())
+        except StageLost as error:
+            assert lanes is not None, "only stages can be lost"
+            self._lose_stages(lanes, [], error)
         self._handovers.freeze(order)
         # Not behind the next step of the others.
         self._emit()

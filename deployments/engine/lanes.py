@@ -108,6 +108,12 @@ class Lanes:
             self._land(self._flights[0])
         return list(dict.fromkeys(sequences))
 
+    def use(self, pipeline: PipelineRunner) -> None:
+        """The stages have started again, and are reached by this."""
+        self.abandon()
+        old, self._pipeline = self._pipeline, pipeline
+        old.close()
+
     def close(self) -> None:
         """Waits for stages that still compute, then forgets what they did."""
         if self._flights and not self._pipeline.drain(_DRAIN_TIMEOUT_S):

@@ -131,6 +131,10 @@ class PipelineRunner(Decoder, Protocol):
         their blocks may be given up only after `drain`, or when the stage's process is gone."""
         ...
 
+    def close(self) -> None:
+        """Ends the stages' loops; every call raises StageLost from now on."""
+        ...
+
     def drain(self, timeout_s: float) -> bool:
         """Waits until no stage computes anything any more; whether that was so in time."""
         ...

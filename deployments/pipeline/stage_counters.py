@@ -19,7 +19,8 @@ class StageCounters:
     def add(self, time: MicroTime, num_tokens: int) -> None:
         self._num_micro_batches += 1
         self._num_tokens += num_tokens
-        self._sum = MicroTime(*(a + b for a, b in zip(self._sum, time, strict=True)))
+        # Times may come out of an array: sums are plain numbers.
+        self._sum = MicroTime(*(float(a + b) for a, b in zip(self._sum, time, strict=True)))
 
     def add_bubble(self, bubble_s: float) -> None:
         self._sum = self._sum._replace(bubble_s=self._sum.bubble_s + bubble_s)

@@ -62,6 +62,7 @@ def admin_routes(services: Services) -> APIRouter:
                     "draining": connection.leaving or not core.fleet.listed(connection.replica_id).accepts,
                     "load_tokens": connection.reported.load_tokens,
                     "card": _card(connection),
+                    "pipeline": figures.pop("pipeline", []) if figures is not None else None,
                     "stats": figures,
                 }
                 for connection, figures in zip(connections, stats, strict=True)
