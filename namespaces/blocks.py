@@ -207,6 +207,8 @@ class BlockLedger:
             holding.policy.take(head)
             other.policy.take(leaf)
             head.holding, leaf.holding = other, holding
+            for block in (head, leaf):
+                block.stamp = block.rank = 0  # a place in the order of one policy means nothing in another's
             other.policy.add(head)
             holding.policy.add(leaf)
         self.evict(leaf, cause)
