@@ -52,6 +52,9 @@ def match_kept(
     plain = index.match(realm, hashes, max_blocks)
     best, match = plain, KeptMatch(num_plain=len(plain))
     for start in range(len(plain), -1, -1):
+        # Seldom does anything but the next plain block stand behind a plain one.
+        if start and len(plain[start - 1].children or ()) <= (start < len(plain)):
+            continue
         found, names, stem = _walk(realm, hashes[:max_blocks], chains, plain[:start])
         if len(found) > len(best):
             best, match = found, KeptMatch(num_plain=start, hashes=tuple(names), stem=stem)

@@ -384,8 +384,8 @@ PARTS = {
     "blocks": (600, ("Admit", "Extend", "Release", "Compact", "Relocated")),
     "prefix index": (500, ("Admit", "Publish")),
     "sequence operations": (50, ("SequenceCopy", "SequenceRemove", "SequenceShift", "Settle")),  # test_edit_machine.py
-    "conversions": (20, ("converted",)),
-    "hits of converted blocks": (10, ("converted hits",)),
+    "conversions": (5, ("converted",)),
+    "hits of converted blocks": (3, ("converted hits",)),
     "crashes": (200, ("crash",)),
     "calls that come twice, too early or too late": (50, ("repeated", "overtaking", "late")),
 }
