@@ -186,7 +186,10 @@ class RequestStream:
             freezing.set_result(handover)
 
     def land(self) -> None:
-        """The first delta after a move is here."""
+        """A delta is here: after a move the first of the new attempt. One of the step in which the old attempt stops is
+        none."""
+        if self._freezing is not None:
+            return
         landing, self._landing = self._landing, None
         if landing is not None and self._taken_off_s is not None and not landing.done():
             landing.set_result(landing.get_loop().time() - self._taken_off_s)

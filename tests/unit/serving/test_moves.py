@@ -130,6 +130,22 @@ async def test_a_standby_never_ends_the_attempt_that_it_stands_by(
     assert await read(stream) == [text(expected_token, stream)]
 
 
+async def test_tokens_of_the_step_in_which_a_request_stops_do_not_end_its_pause(
+    cluster: Any, make_replica: Any
+) -> None:
+    replicas = make_replica("a"), make_replica("b")
+    await cluster.add(*replicas)
+    stream, source, _ = await running(cluster, *replicas, max_tokens=30)
+    landing, _ = stream.take_off(source.replica_id), stream.freeze()
+    await source.step()
+    await cluster.settle(lambda: stream.log.num_tokens == 4)
+    assert stream.is_landing
+    stream.frozen(None)
+    await source.step()
+    await cluster.settle(landing.done)
+    stream.close()
+
+
 async def test_a_target_that_refuses_leaves_the_request_where_it_is(
     cluster: Any, make_replica: Any, expected_token: Any
 ) -> None:
