@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 _READ_BYTES = 512 * 1024 * 1024
 _GEMM_SIDE = 1536
@@ -33,7 +34,7 @@ def calibrate() -> Calibration:
     gemm_s = []
     for dtype in (torch.bfloat16, torch.float32):
         left = torch.full((_GEMM_SIDE, _GEMM_SIDE), 0.01, dtype=dtype)
-        gemm_s.append(_best_s(lambda left=left: left @ left))
+        gemm_s.append(_best_s(partial(torch.matmul, left, left)))
     return Calibration(
         memory_bytes_per_s=_READ_BYTES / read_s,
         gemm_flops_per_s=2 * _GEMM_SIDE**3 / min(gemm_s),

@@ -20,100 +20,38 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from bench_native import SHAPES, Memory, make_shape
+from random_stage import (
+    BATCH,
+    BLOCK_TOKENS,
+    CONTEXT,
+    MAX_BLOCKS,
+    NUM_BLOCKS,
+    PROMPT,
+    STEP_TOKENS,
+    Stage,
+    make_limits,
+)
 
 from remora.cache_actors.port import OpenGate, StepGate
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.step_lock import StepLock
 from remora.deployments.pipeline.base import SameTables, StepResult, Ticket
 from remora.deployments.pipeline.message import Message, MicroTime
-from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder, PipelineLimits
+from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder
 from remora.deployments.pipeline.ring import Ring
 from remora.deployments.pipeline.rings import create_rings, open_ring, remove_rings, result_room_bytes
 from remora.deployments.pipeline.split import LayerCosts, balanced_split, measure_costs
 from remora.deployments.pipeline.stage_loop import StageLoop
 from remora.kernels.base import DecoderShape
 from remora.kernels.batch import StepBatch
-from remora.kernels.native.decoder import NativeDecoder
-from remora.kernels.stages import StagePart, StageWeights
-from remora.kernels.weight_sizes import weight_sizes
-from remora.namespaces.geometry import KVGeometry, LayerGroup
-
-BLOCK_TOKENS = 32
-CONTEXT = 256
-BATCH = 16
-PROMPT = 2048
-STEP_TOKENS = 512
-MAX_BLOCKS = PROMPT // BLOCK_TOKENS + 1
-NUM_BLOCKS = max(MAX_BLOCKS, BATCH * (CONTEXT // BLOCK_TOKENS + 2))
-
-
-class RandomWeights(Mapping[str, torch.Tensor]):
-    """Made when they are asked for; the same in every process."""
-
-    def __init__(self, shape: DecoderShape) -> None:
-        self._sizes = weight_sizes(shape)
-        rows = torch.Generator().manual_seed(0)
-        self._noise = torch.randn(1 << 20, generator=rows).to(torch.bfloat16)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        size = self._sizes[name]
-        if name == "rope_inv_freq":
-            return 10000.0 ** -(torch.arange(0, 2 * size[0], 2) / (2 * size[0]))
-        if len(size) == 1:
-            return torch.ones(size)
-        # Noise again and again, from a place of its own: a gigabyte of new noise would take longer than the bench.
-        count = math.prod(size)
-        shifted = self._noise.roll(sum(name.encode()) * 977)
-        return shifted.repeat(-(-count // len(shifted)))[:count].view(size) * size[-1] ** -0.5
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sizes)
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-
-def make_geometry(shape: DecoderShape) -> KVGeometry:
-    group = LayerGroup(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)
-    return KVGeometry(groups=(group,), block_tokens=BLOCK_TOKENS)
-
-
-def make_limits(shape: DecoderShape, num_micro_tokens: int) -> PipelineLimits:
-    return PipelineLimits(
-        num_stages=2,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        max_blocks=MAX_BLOCKS,
-        max_num_seqs=BATCH,
-        max_step_tokens=STEP_TOKENS,
-        max_micro_tokens=num_micro_tokens,
-    )
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage's decoder and arena."""
-
-    part: StagePart
-    decoder: NativeDecoder
-    memory: Memory
-
-    @staticmethod
-    def make(shape: DecoderShape, split: tuple[int, ...], stage: int, num_threads: int) -> Stage:
-        part = StagePart(split=split, stage=stage)
-        geometry = part.geometry_of(make_geometry(shape))
-        decoder = NativeDecoder(part.shape_of(shape), StageWeights(RandomWeights(shape), part), geometry, num_threads)
-        return Stage(part, decoder, Memory(geometry, NUM_BLOCKS))
 
 
 def gate_of(lock: Path | None) -> StepGate:

@@ -103,7 +103,12 @@ class Platform:
     def settle(self) -> None:
         """Waits until every model has a replica and nothing runs."""
         self.eventually(lambda: self.http.get("/ready").status_code == 200, 90, what="ready")
+        self.eventually(lambda: all(map(_is_settled, self.get("/v1/models")["data"])), 90, what="all models")
         self.eventually(lambda: self.referenced_blocks() == 0, 60, what="no block is referenced")
+
+
+def _is_settled(model: dict[str, Any]) -> bool:
+    return bool(model["ready"]) or model["state"] == "asleep"
 
 
 def _config(state_dir: Path, otlp_endpoint: str) -> RemoraConfig:
@@ -121,6 +126,7 @@ def _config(state_dir: Path, otlp_endpoint: str) -> RemoraConfig:
                     "weights": "int8",
                     "max_model_len": 2048,
                     "compatible_with": ["smollm2"],
+                    "idle_timeout_s": 3600,
                 },
             ],
             "namespaces": [
