@@ -14,6 +14,7 @@ from remora.deployments.engine.messages import GenerationRequest, Handover, Toke
 from remora.deployments.token_log import TokenLog
 from remora.namespaces.edits import ContextOutcome
 from remora.namespaces.hashing import chain_hashes
+from remora.platform.base import telemetry_names as names
 from remora.platform.base.errors import OverQuota, RemoraError, RequestError, named_error
 from remora.platform.base.ids import BlockHash, Epoch, ReplicaId, RequestId
 
@@ -134,6 +135,18 @@ class RequestStream:
         request = self.request
         expected = min(request.sampling.max_tokens, MAX_EXPECTED_OUTPUT_TOKENS)
         return len(request.prompt_token_ids) + request.num_choices * expected
+
+    def attempt_attributes(self) -> dict[str, str | int]:
+        """Of spans that are the current attempt's."""
+        request = self.request
+        attributes: dict[str, str | int] = {
+            names.REMORA_REQUEST_ID: self.attempt_id,
+            names.REMORA_NAMESPACE: request.namespace_id,
+            names.REMORA_ROUTE_ATTEMPT: self.attempt,
+        }
+        if request.session_id is not None:
+            attributes[names.REMORA_SESSION_ID] = request.session_id
+        return attributes
 
     @property
     def epoch(self) -> Epoch:

@@ -164,12 +164,8 @@ class RouterCore:
         )
         self._assign(stream)
         if stream.replica_id is None and self.waker.can_sleep(model_id):
-            attributes = {
-                names.REMORA_REQUEST_ID: stream.attempt_id,
-                names.REMORA_NAMESPACE: stream.request.namespace_id,
-            }
             self._wakes[stream.request_id] = start_span(
-                names.MODEL_WAKE, attributes, parent=stream.request.trace_context
+                names.MODEL_WAKE, stream.attempt_attributes(), parent=stream.request.trace_context
             )
             self.waker.need(model_id)
 
@@ -179,14 +175,10 @@ class RouterCore:
         candidates = self.fleet.candidates(request.model_id)
         if not candidates:
             return
-        attributes = {names.REMORA_REQUEST_ID: stream.attempt_id, names.REMORA_NAMESPACE: request.namespace_id}
-        if request.session_id is not None:
-            attributes[names.REMORA_SESSION_ID] = request.session_id
-        with span(names.ROUTER_ROUTE, attributes, parent=request.trace_context) as route:
+        with span(names.ROUTER_ROUTE, stream.attempt_attributes(), parent=request.trace_context) as route:
             choice, num_blocks = self.placer.choose(stream, candidates)
             route.set_attribute(names.REMORA_REPLICA_ID, choice.replica_id)
             route.set_attribute(names.REMORA_ROUTE_REASON, choice.reason)
-            route.set_attribute(names.REMORA_ROUTE_ATTEMPT, stream.attempt)
             route.set_attribute(names.REMORA_ROUTE_OVERLAP_BLOCKS, num_blocks)
         was_asleep = self._stop_waiting(stream)
         connection = self.fleet.connection(choice.replica_id)
@@ -305,6 +297,9 @@ class RouterCore:
         stream.attempt = standby.attempt
         self._streams[stream.attempt_id] = stream
         standby.connection.own_load_tokens += stream.load_tokens
+        with span(names.ROUTER_ROUTE, stream.attempt_attributes(), parent=stream.request.trace_context) as route:
+            route.set_attribute(names.REMORA_REPLICA_ID, stream.replica_id)
+            route.set_attribute(names.REMORA_ROUTE_REASON, "moved")
         self.stats.routed(stream.request.model_id, "moved")
 
     def thaw(self, stream: RequestStream) -> None:

@@ -18,7 +18,7 @@ from remora.namespaces.chains import Chain
 from remora.namespaces.hashing import chain_hashes
 from remora.namespaces.replication import backup_of
 from remora.platform.base.errors import OverQuota
-from remora.platform.base.ids import BlockHash, ModelId, NamespaceId, PoolId, ReplicaId
+from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, PoolId, ReplicaId
 
 LONG = tuple(range(40))
 
@@ -81,6 +81,7 @@ def lost_stream(namespace: str, num_prompt_tokens: int) -> RequestStream:
         prompt_token_ids=prompt,
         block_hashes=tuple(chain_hashes(ROOT, prompt, BLOCK_TOKENS)),
         num_choices=1,
+        epoch=Epoch(0),
         sampling=SimpleNamespace(max_tokens=100),
     )
     stream = RequestStream(request, started_s=0.0, on_close=lambda _: None)
