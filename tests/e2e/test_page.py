@@ -119,7 +119,10 @@ def test_a_request_is_opened_as_a_waterfall(page: Any, platform: Any) -> None:
     platform.http.post("/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": "And now?"}]})
 
     def moves() -> list[str]:
+        """As they are now: what the page asks for has come when this returns."""
+        page.execute_script("document.getElementById('detail').close()")
         open_row(page, "sessions", "page-trip")
+        platform.eventually(lambda: texts(page, "dialog[open] .facts-line"), 5, what="the session's details")
         return texts(page, "dialog[open] .moves li")
 
     (move,) = platform.eventually(moves, 8, what="the session's move")
@@ -129,7 +132,7 @@ def test_a_request_is_opened_as_a_waterfall(page: Any, platform: Any) -> None:
     fork = {**branches, "messages": [{"role": "user", "content": "And then?"}]}
     platform.http.post("/v1/sessions/page-trip/fork", json=fork).raise_for_status()
     platform.eventually(lambda: len(moves()) == 2, 8, what="its fork")
-    assert "forked: page-fork at " in moves()[0]
+    assert "forked: page-fork at " in texts(page, "dialog[open] .moves li")[0]
     platform.http.delete("/v1/sessions/page-fork")
     page.execute_script("document.getElementById('detail').close()")
     platform.http.delete("/v1/sessions/page-trip")
