@@ -86,14 +86,16 @@ class ModelReplica:
         self._device = config.device_of(self._model_config, context.rank.local_rank)
         self._catalog = Catalog(config)
         self.replica_id = ReplicaId(context.replica_id.unique_id)
-        setup_telemetry(f"replica-{model_name}", config.telemetry, config.cluster.state_dir or default_state_dir())
+        state_dir = config.cluster.state_dir or default_state_dir()
+        setup_telemetry(f"replica-{model_name}", config.telemetry, state_dir)
         self._loop = asyncio.get_running_loop()
         self._node_id = ray.get_runtime_context().get_node_id()
         pool = get_or_create_pool(config, self._device.name, self._node_id)
         part: StagePart | None = None
         if self._model_config.pipeline_stages > 1:
             threads = thread_counts(config, self._model_config)
-            part = StagePart(split=await asyncio.to_thread(stage_split, self._model_config, threads), stage=0)
+            split = await asyncio.to_thread(stage_split, self._model_config, threads, state_dir)
+            part = StagePart(split=split, stage=0)
         self._model: LoadedModel = await asyncio.to_thread(
             load_model,
             self._model_config,
@@ -101,7 +103,6 @@ class ModelReplica:
             num_threads=self._device.num_threads,
             part=part,
         )
-        state_dir = config.cluster.state_dir or default_state_dir()
         check_gate(self._model_config, self._model.geometry, self._model.fingerprint, state_dir)
         own = self._model.kv_identity
         others = await asyncio.to_thread(compatible_identities, config, self._model_config, own)
