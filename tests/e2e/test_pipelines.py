@@ -27,11 +27,9 @@ PROMPTS = [
 
 @pytest.fixture
 def split(platform: Any, tmp_path: Path) -> Iterator[httpx.Client]:
-    import ray
     from ray import serve
+    from tests.e2e.conftest import end_actors
 
-    from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
-    from remora.cache_actors.pool_handles import find_pools
     from remora.platform.app import build_app
 
     model = platform.config.models[0].model_dump(include={"name", "source", "max_model_len"})
@@ -58,13 +56,7 @@ def split(platform: Any, tmp_path: Path) -> Iterator[httpx.Client]:
             )
     finally:
         serve.delete("stages")
-        pools = find_pools(CLUSTER)
-        checks = [pool.check_integrity.remote() for pool in pools]
-        ray.wait(checks, num_returns=len(checks))
-        ray.get([pool.retire.remote() for pool in pools])
-        for actor in (*pools, ray.get_actor(REGISTRY_NAME, namespace=ray_namespace(CLUSTER))):
-            ray.kill(actor)
-    ray.get(checks)
+        end_actors(CLUSTER)
 
 
 def _complete(client: httpx.Client, prompt: str, max_tokens: int = 120) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from decoder_world import run
 from numpy.typing import NDArray
 
 from remora.kernels.base import DecoderShape, WeightPrecision
@@ -114,20 +115,6 @@ def expected_logits(model: transformers.PreTrainedModel, tokens: NDArray[np.int3
     return result
 
 
-def run_chunks(
-    decoder: TorchDecoder, memory: Memory, tokens: NDArray[np.int32], blocks: NDArray[np.int32], ends: list[int]
-) -> NDArray[np.float32]:
-    """All logits of one sequence whose prompt is cut at `ends`."""
-    batch = StepBatch(max_tokens=len(tokens), max_sequences=1, max_blocks=len(blocks))
-    parts, start = [], 0
-    for end in ends:
-        batch.clear()
-        batch.add(tokens[start:end], first_position=start, blocks=blocks, logits="all")
-        parts.append(decoder.forward(batch, memory).copy())
-        start = end
-    return np.concatenate(parts)
-
-
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3"])
 @pytest.mark.parametrize("ends", [[77], [1, 2, 33, 64, 77], list(range(1, 78))], ids=["whole", "chunks", "one by one"])
 def test_logits_equal_transformers_however_the_prompt_is_cut(family: str, ends: list[int]) -> None:
@@ -135,7 +122,7 @@ def test_logits_equal_transformers_however_the_prompt_is_cut(family: str, ends: 
     decoder = make_decoder(model)
     tokens = np.random.default_rng(1).integers(0, 199, 77).astype(np.int32)
     memory = Memory(geometry_of(decoder), 9)
-    logits = run_chunks(decoder, memory, tokens, np.array([7, 2, 8, 0, 5], np.int32), ends)
+    logits = run(decoder, memory, tokens, np.array([7, 2, 8, 0, 5], np.int32), ends)
     assert np.abs(logits - expected_logits(model, tokens)).max() < 1e-3
 
 
@@ -158,7 +145,7 @@ def test_rounded_weights_stay_near_the_exact_model(weights: WeightPrecision, bou
     model = make_model("llama")
     tokens = np.random.default_rng(3).integers(0, 199, 50).astype(np.int32)
     decoder = make_decoder(model, weights=weights, kv="bf16")
-    logits = run_chunks(decoder, Memory(geometry_of(decoder), 4), tokens, np.arange(4, dtype=np.int32), [50])
+    logits = run(decoder, Memory(geometry_of(decoder), 4), tokens, np.arange(4, dtype=np.int32), [50])
     expected = expected_logits(model, tokens)
     error = np.abs(logits - expected).max() / expected.std()
     assert 0 < error < bound
