@@ -10,8 +10,7 @@ import pytest
 from engine_support import BLOCK_TOKENS, FAKE_GEOMETRY, Harness, Output, expected_greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from test_kv_loads import FAULTS, Source
+from test_kv_loads import FAULTS, Source, spoil_from
 from tiny_llama import LLAMA_GEOMETRY, tiny_llama
 
 from remora.cache_actors.block_loader import ThreadedLoader
@@ -21,7 +20,7 @@ from remora.kernels.reencoder import HostMemory
 from remora.kernels.reference.reencode import reencode_blocks
 from remora.namespaces.commands import Trim
 from remora.namespaces.geometry import KVPrecision
-from remora.platform.base.errors import KernelError, Unavailable
+from remora.platform.base.errors import KernelError
 from remora.platform.base.ids import LeaseId, NamespaceId, PoolId
 
 OWN = KVSource(pool_id=PoolId("own"), actor_name="pool-own")
@@ -180,22 +179,6 @@ def test_deaths_at_every_stage_of_a_conversion_leave_right_tokens_no_block_and_n
     world = World()
     world.run()
 
-    def spoil(first: int, into_NB: NDArray[np.uint8]) -> None:
-        if first < at:
-            return
-        if fault == "raises":
-            raise Unavailable("gone")
-        if fault == "flips":
-            into_NB[-1, at] ^= 0x80
-        elif fault == "loses":
-            world.one.clock.advance(60.0)  # type: ignore[attr-defined]
-            world.one.pool.device.tick()
-        elif fault == "cancel":
-            world.one.cancel("r0")
-        elif fault == "preempt":
-            world.one.pool.device.set_quota(NamespaceId("ns"), "model", limit_bytes=30 * 96)  # type: ignore[arg-type]
-            world.one.pool.device.pass_on_events()
-
     for number, precision in enumerate(turns):
         world.one.precisions.clear()
         if precision is not None:
@@ -203,7 +186,7 @@ def test_deaths_at_every_stage_of_a_conversion_leave_right_tokens_no_block_and_n
         world.source.spoil = lambda first, into_NB: None
         if num_plain:
             world.run(PROMPT[: num_plain * BLOCK_TOKENS + 1], request_id=f"plain{number}")
-        world.source.spoil = spoil
+        world.source.spoil = spoil_from(at, fault, source=world.one, target=world.one, request_id="r0")
         world.source.is_dead = fault == "dead"
         output = world.run(kept=num_kept, request_id=f"r{number}", max_tokens=4)
         if output.finish_reason not in ("abort", "error"):

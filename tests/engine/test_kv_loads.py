@@ -215,6 +215,29 @@ def test_an_edited_context_is_copied_with_kv_that_could_not_be_computed_again(po
 FAULTS = st.sampled_from(["none", "dead", "raises", "flips", "loses", "cancel", "preempt"])
 
 
+def spoil_from(at: int, fault: str, *, source: Harness, target: Harness, request_id: str) -> Spoil:
+    """What does a fault of FAULTS, other than "dead", to each copy from block `at` on."""
+
+    def spoil(first: int, into_NB: NDArray[np.uint8]) -> None:
+        if first < at:
+            return
+        if fault == "raises":
+            raise Unavailable("gone")
+        if fault == "flips":
+            into_NB[-1, at] ^= 0x80
+        elif fault == "loses":
+            source.clock.advance(60.0)  # type: ignore[attr-defined]
+            source.pool.device.tick()
+        elif fault == "cancel":
+            target.cancel(request_id)
+        elif fault == "preempt":
+            limit = 30 * FAKE_GEOMETRY.block_bytes
+            target.pool.device.set_quota("ns", "model", limit_bytes=limit)  # type: ignore[arg-type]
+            target.pool.device.pass_on_events()
+
+    return spoil
+
+
 @settings(max_examples=60, deadline=None)
 @given(fault=FAULTS, at=st.integers(0, 12), num_known=st.integers(0, 12), num_tokens=st.integers(1, 83))
 def test_deaths_at_every_stage_of_a_load_leave_right_tokens_and_no_block(
@@ -225,27 +248,8 @@ def test_deaths_at_every_stage_of_a_load_leave_right_tokens_and_no_block(
     pools.first.run(PROMPT)
     if num_known:
         pools.second.run(PROMPT[: num_known * BLOCK_TOKENS + 1])
-    device = pools.first.pool.device
-
-    def spoil(first: int, into_NB: NDArray[np.uint8]) -> None:
-        if first < at:
-            return
-        if fault == "raises":
-            raise Unavailable("gone")
-        if fault == "flips":
-            into_NB[-1, at] ^= 0x80
-        elif fault == "loses":
-            pools.first.clock.advance(60.0)  # type: ignore[attr-defined]
-            device.tick()
-        elif fault == "cancel":
-            pools.second.cancel("r")
-        elif fault == "preempt":
-            limit = 30 * FAKE_GEOMETRY.block_bytes
-            pools.second.pool.device.set_quota("ns", "model", limit_bytes=limit)  # type: ignore[arg-type]
-            pools.second.pool.device.pass_on_events()
-
     pools.source.is_dead = fault == "dead"
-    pools.source.spoil = spoil
+    pools.source.spoil = spoil_from(at, fault, source=pools.first, target=pools.second, request_id="r")
     output = pools.run(prompt, request_id="r", max_tokens=4)
     if output.finish_reason != "abort":
         assert output.token_ids == expected_greedy(prompt, 4)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from decoder_world import run
+from decoder_world import Memory, run
 from numpy.typing import NDArray
 
 from remora.kernels.base import DecoderShape, WeightPrecision
@@ -25,14 +25,6 @@ _SIZES = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-
-
-class Memory:
-    """A private arena for one test, full of NaN as stale bytes may be."""
-
-    def __init__(self, geometry: KVGeometry, num_blocks: int) -> None:
-        self.geometry = geometry
-        self.data: NDArray[np.uint8] = np.full(num_blocks * geometry.block_bytes, 0xFF, np.uint8)
 
 
 def make_model(family: str) -> transformers.PreTrainedModel:
