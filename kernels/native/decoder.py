@@ -7,29 +7,19 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from remora.kernels.base import DecoderShape, KVMemory, Weights
 from remora.kernels.batch import StepBatch
-from remora.kernels.grouped import GroupedTensor, group_rows
 from remora.kernels.layout import BlockLayout, Layouts
-from remora.kernels.native.library import (
-    DTYPES,
-    LEVELS,
-    WEIGHT_KINDS,
-    ArenaStruct,
-    ShapeStruct,
-    StepStruct,
-    load_library,
-)
+from remora.kernels.native.library import LEVELS, ArenaStruct, StepStruct, load_library
+from remora.kernels.native.packed_weights import PackedManifest, PackedWeights, adopt_weights, shape_struct
+from remora.kernels.native.weight_memory import WeightMemory
 from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.errors import KernelError
-
-_LINEAR_KINDS = frozenset({"lm_head", "qkv", "o", "gate_up", "down"})
-_TORCH_DTYPES = {torch.float32: DTYPES["fp32"], torch.bfloat16: DTYPES["bf16"]}
 
 
 def worker_cores(num_threads: int) -> list[int]:
@@ -49,13 +39,15 @@ class NativeDecoder:
     def __init__(
         self,
         shape: DecoderShape,
-        weights: Weights,
+        weights: Weights | PackedWeights,
         geometry: KVGeometry,
         num_threads: int,
         *,
         level: str | None = None,
+        memory: WeightMemory | None = None,
     ) -> None:
-        """`level` forces an instruction-set level; None takes the best, or what REMORA_NATIVE_ISA names.
+        """`level` forces an instruction-set level; None takes the best, or what REMORA_NATIVE_ISA names. `memory`:
+        where to pack, at least max_packed_bytes; None: memory of its own. Packed weights are used where they lie.
 
         Raises KernelError when geometry or weights do not fit the shape, or a size is not served.
         """
@@ -64,23 +56,42 @@ class NativeDecoder:
         self._shape, self._layouts = shape, Layouts(geometry)
         self._arenas = {geometry: _arena_struct(shape, self._layouts.own)}
         self._step = StepStruct()
-        tied = shape.has_embedding and shape.has_head and "lm_head" not in weights
-        quantised = shape.weights in ("int8", "int4")
+        if isinstance(weights, PackedWeights):
+            self._memory: WeightMemory | None = weights.memory
+            tied_head = weights.manifest.tied_head
+        else:
+            self._memory = memory
+            # int8 and int4 have a head of their own beside the embedding, whose rows are looked up in bf16.
+            tied_head = (shape.has_embedding and shape.has_head and "lm_head" not in weights) and shape.weights not in (
+                "int8",
+                "int4",
+            )
         cores = worker_cores(num_threads)
         self._handle = self._functions.remora_decoder_create(
-            ctypes.byref(_shape_struct(shape, tied_head=tied and not quantised)),
+            ctypes.byref(shape_struct(shape, tied_head=tied_head)),
             self._library.level_number(level),
             num_threads,
             (ctypes.c_int32 * len(cores))(*cores),
+            None if self._memory is None else self._memory.address,
+            0 if self._memory is None else self._memory.num_bytes,
+            isinstance(weights, PackedWeights),
         )
         if not self._handle:
             raise self._library.error()
-        self._finalizer = weakref.finalize(self, self._functions.remora_decoder_destroy, self._handle)
-        for name, tensor in weights.items():
-            self._set_weight(name, tensor)
-        if tied and quantised:
-            self._set_weight("lm_head", weights["embed"])
-        self._library.check(self._functions.remora_decoder_finish(self._handle))
+        # The memory is an argument: it is there for as long as the decoder is.
+        self._finalizer = weakref.finalize(self, _destroy, self._functions, self._handle, self._memory)
+        if isinstance(weights, PackedWeights):
+            self._manifest = weights.manifest
+            adopt_weights(self._library, self._handle, weights.manifest)
+        else:
+            from remora.kernels.native.packer import pack_weights
+
+            self._manifest = pack_weights(self._library, self._handle, shape, weights, tied_head=tied_head)
+
+    @property
+    def manifest(self) -> PackedManifest:
+        """With it and the memory that the weights were packed in, another decoder can be made of packed weights."""
+        return self._manifest
 
     @property
     def batch_invariant(self) -> bool:
@@ -99,46 +110,6 @@ class NativeDecoder:
     def weight_bytes(self) -> int:
         """Memory of the packed weights."""
         return int(self._functions.remora_decoder_weight_bytes(self._handle))
-
-    def _set_weight(self, name: str, tensor: torch.Tensor | GroupedTensor) -> None:
-        *prefix, kind = name.split(".")
-        layer = int(prefix[1]) if len(prefix) == 2 and prefix[0] == "layers" and prefix[1].isdecimal() else -1
-        if kind not in WEIGHT_KINDS or (prefix and layer < 0):
-            raise KernelError(f"weight {name} is not a weight of this decoder")
-        if isinstance(tensor, GroupedTensor):
-            self._set_grouped(kind, layer, tensor)
-            return
-        if self._shape.weights in ("int8", "int4") and kind in _LINEAR_KINDS:
-            self._set_grouped(kind, layer, group_rows(tensor.detach(), self._shape.weights))
-            return
-        source = tensor.detach()
-        if source.dtype not in _TORCH_DTYPES:
-            source = source.to(torch.float32)
-        source = source.contiguous()
-        rows = source.shape[0] if source.ndim == 2 else 1
-        self._library.check(
-            self._functions.remora_decoder_set_weight(
-                self._handle,
-                WEIGHT_KINDS.index(kind),
-                layer,
-                source.data_ptr(),
-                _TORCH_DTYPES[source.dtype],
-                rows,
-                source.shape[-1],
-            )
-        )
-
-    def _set_grouped(self, kind: str, layer: int, tensor: GroupedTensor) -> None:
-        codes, scale = tensor.codes_OI.contiguous(), tensor.scale_OG.contiguous()
-        minimum = None if tensor.minimum_OG is None else tensor.minimum_OG.contiguous()
-        self._library.check(
-            self._functions.remora_decoder_set_grouped(
-                *(self._handle, WEIGHT_KINDS.index(kind), layer, codes.data_ptr(), scale.data_ptr()),
-                None if minimum is None else minimum.data_ptr(),
-                DTYPES[tensor.precision],
-                *tensor.shape,
-            )
-        )
 
     def check_geometry(self, geometry: KVGeometry) -> None:
         """Raises KernelError for a geometry that differs from the decoder's in more than precision or is not served."""
@@ -192,29 +163,8 @@ class NativeDecoder:
         step.not_finite = batch.not_finite_S.ctypes.data
 
 
-def _shape_struct(shape: DecoderShape, *, tied_head: bool) -> ShapeStruct:
-    scale = shape.head_dim**-0.5 if shape.attention_scale is None else shape.attention_scale
-    return ShapeStruct(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_heads=shape.num_attention_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        qk_norm=shape.qk_norm,
-        qkv_bias=shape.qkv_bias,
-        output_bias=shape.output_bias,
-        mlp_bias=shape.mlp_bias,
-        tied_head=tied_head,
-        has_embedding=shape.has_embedding,
-        has_head=shape.has_head,
-        weights=DTYPES[shape.weights],
-        head_weights=DTYPES[shape.weights],
-        rms_norm_eps=shape.rms_norm_eps,
-        attention_scale=scale,
-        rope_attention_factor=shape.rope_attention_factor,
-    )
+def _destroy(functions: Any, handle: int, memory: WeightMemory | None) -> None:
+    functions.remora_decoder_destroy(handle)
 
 
 def _arena_struct(shape: DecoderShape, layout: BlockLayout) -> ArenaStruct:

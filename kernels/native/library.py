@@ -20,7 +20,7 @@ from remora.platform.base.errors import KernelError
 if TYPE_CHECKING:
     from remora.kernels.layout import BlockLayout
 
-_INTERFACE_VERSION = 3
+_INTERFACE_VERSION = 4
 #: Path of another build of the library, such as the emulated one of the tests.
 LIBRARY_VARIABLE = "REMORA_NATIVE_LIBRARY"
 #: Forces an instruction-set level by its name (LEVELS); read by the library whenever none is given.
@@ -135,7 +135,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "remora_interface_version": (c_int32, []),
     "remora_level_available": (c_int32, [c_int32]),
     "remora_default_level": (c_int32, []),
-    "remora_decoder_create": (c_void_p, [POINTER(ShapeStruct), c_int32, c_int32, _INTS]),
+    "remora_packing_version": (c_int32, []),
+    "remora_max_weight_bytes": (c_int64, [POINTER(ShapeStruct)]),
+    "remora_decoder_create": (
+        c_void_p,
+        [POINTER(ShapeStruct), c_int32, c_int32, _INTS, c_void_p, c_int64, c_int32],
+    ),
     "remora_decoder_destroy": (None, [c_void_p]),
     "remora_decoder_level": (c_int32, [c_void_p]),
     "remora_decoder_weight_bytes": (c_int64, [c_void_p]),
@@ -144,6 +149,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         c_int32,
         [c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int64, c_int64],
     ),
+    "remora_decoder_adopt_grouped": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
     "remora_decoder_finish": (c_int32, [c_void_p]),
     "remora_decoder_run": (c_void_p, [c_void_p, POINTER(StepStruct), POINTER(ArenaStruct)]),
     "remora_linear": (

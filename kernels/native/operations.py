@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from remora.kernels.base import WEIGHT_PIECE, WeightPrecision
-from remora.kernels.grouped import group_rows
 from remora.kernels.native.library import DTYPES, load_library
 from remora.platform.base.errors import KernelError
 
@@ -111,6 +109,11 @@ def linear(
     out = np.empty((len(x), num_out // 2 if silu else num_out), np.float32)
     codes, scale, minimum = weights, None, None
     if precision in ("int8", "int4"):
+        # Here, so that samplers do without torch.
+        import torch
+
+        from remora.kernels.grouped import group_rows
+
         grouped = group_rows(torch.from_numpy(weights), precision)
         codes, scale = grouped.codes_OI.numpy(), grouped.scale_OG.contiguous().numpy()
         minimum = None if grouped.minimum_OG is None else grouped.minimum_OG.contiguous().numpy()

@@ -63,7 +63,7 @@ void run_linear(void* context, Team& team) {
 REMORA_EXPORT const char* remora_last_error() { return last_error.c_str(); }
 
 // Changes whenever a signature or a struct does; library.py refuses another number.
-REMORA_EXPORT int32_t remora_interface_version() { return 3; }
+REMORA_EXPORT int32_t remora_interface_version() { return 4; }
 
 REMORA_EXPORT const char* remora_level_name(int32_t level) {
   return level < 0 || level >= NUM_LEVELS ? nullptr : level_name(static_cast<Level>(level));
@@ -78,12 +78,22 @@ REMORA_EXPORT int32_t remora_default_level() {
   return guarded(-1, [] { return static_cast<int32_t>(default_kernels().level); });
 }
 
-// level -1: the default. cores: num_threads - 1 core numbers for ranks 1 and up, -1 for any core.
+REMORA_EXPORT int32_t remora_packing_version() { return PACKING_VERSION; }
+
+// Bytes that the packed weights of a shape take at most; -1 for a shape that is not served.
+REMORA_EXPORT int64_t remora_max_weight_bytes(const Shape* shape) {
+  return guarded(int64_t{-1}, [&] { return Model::max_weight_bytes(*shape); });
+}
+
+// level -1: the default. cores: num_threads - 1 core numbers for ranks 1 and up, -1 for any core. memory: null for
+// memory of its own; else it outlives the decoder, `filled` says that weights of this shape are packed in it already.
 REMORA_EXPORT Decoder* remora_decoder_create(const Shape* shape, int32_t level, int32_t num_threads,
-                                             const int32_t* cores) {
+                                             const int32_t* cores, uint8_t* memory, int64_t memory_bytes,
+                                             int32_t filled) {
   return guarded(static_cast<Decoder*>(nullptr), [&] {
     if (num_threads < 1) throw std::invalid_argument("num_threads must be at least 1");
-    return new Decoder(*shape, kernels_or_default(level), num_threads, cores);
+    const WeightMemory given{memory, memory_bytes, filled != 0};
+    return new Decoder(*shape, kernels_or_default(level), num_threads, cores, given);
   });
 }
 
@@ -110,6 +120,15 @@ REMORA_EXPORT int32_t remora_decoder_set_grouped(Decoder* decoder, int32_t kind,
   return guarded(-1, [&] {
     decoder->set_grouped(static_cast<WeightKind>(kind), layer,
                          {codes, scales, minimums, static_cast<Dtype>(dtype), rows, columns});
+    return 0;
+  });
+}
+
+// In filled memory, instead of remora_decoder_set_grouped and in the same order.
+REMORA_EXPORT int32_t remora_decoder_adopt_grouped(Decoder* decoder, int32_t kind, int32_t layer, int32_t dtype,
+                                                   int32_t minimum) {
+  return guarded(-1, [&] {
+    decoder->adopt_grouped(static_cast<WeightKind>(kind), layer, static_cast<Dtype>(dtype), minimum != 0);
     return 0;
   });
 }

@@ -18,8 +18,9 @@ std::string text(int64_t number) { return std::to_string(number); }
 
 }  // namespace
 
-Decoder::Decoder(const Shape& shape, const LevelKernels& kernels, int num_threads, const int32_t* cores)
-    : kernels_(kernels), model_(shape), threads_(num_threads, cores) {}
+Decoder::Decoder(const Shape& shape, const LevelKernels& kernels, int num_threads, const int32_t* cores,
+                 const WeightMemory& memory)
+    : kernels_(kernels), model_(shape, memory), threads_(num_threads, cores) {}
 
 void Decoder::set_weight(WeightKind kind, int32_t layer, const Source& source) {
   model_.set_weight(threads_, kind, layer, source);
@@ -27,6 +28,10 @@ void Decoder::set_weight(WeightKind kind, int32_t layer, const Source& source) {
 
 void Decoder::set_grouped(WeightKind kind, int32_t layer, const GroupedSource& source) {
   model_.set_grouped(threads_, kind, layer, source);
+}
+
+void Decoder::adopt_grouped(WeightKind kind, int32_t layer, Dtype dtype, bool minimum) {
+  model_.adopt_grouped(kind, layer, dtype, minimum);
 }
 
 void Decoder::finish() {

@@ -9,11 +9,13 @@ namespace remora {
 
 class Decoder {
  public:
-  // Throws std::invalid_argument, std::bad_alloc, std::system_error (no more threads).
-  Decoder(const Shape& shape, const LevelKernels& kernels, int num_threads, const int32_t* cores);
+  // Throws like Model; std::system_error (no more threads).
+  Decoder(const Shape& shape, const LevelKernels& kernels, int num_threads, const int32_t* cores,
+          const WeightMemory& memory);
 
   void set_weight(WeightKind kind, int32_t layer, const Source& source);
   void set_grouped(WeightKind kind, int32_t layer, const GroupedSource& source);
+  void adopt_grouped(WeightKind kind, int32_t layer, Dtype dtype, bool minimum);
   void finish();  // all weights are there; throws std::invalid_argument
 
   // Logits [num_logit_rows][vocab_size], or, without a head, the residual stream [num_tokens][hidden_size]; valid

@@ -57,6 +57,8 @@ LinearSize down_of(const Shape& s) {
   return {s.hidden_size, s.intermediate_size, ColumnOrder::plain, s.mlp_bias != 0};
 }
 
+LinearSize head_of(const Shape& s) { return {s.vocab_size, s.hidden_size, ColumnOrder::plain, false}; }
+
 // An upper bound: where int4 was asked for, some layers may have to be int8.
 int64_t bytes_of(Dtype dtype, const LinearSize& size) {
   if (dtype == Dtype::int4) dtype = Dtype::int8;
@@ -68,22 +70,33 @@ PackedLinear reserve_linear(WeightStore& store, Dtype dtype, const LinearSize& s
 
 Dtype embed_dtype(const Shape& shape) { return shape.weights == Dtype::fp32 ? Dtype::fp32 : Dtype::bf16; }
 
+// Rows of the embedding, where it is not read from the head.
+int64_t embed_bytes(const Shape& shape) {
+  if (shape.embeds_from_head() || !shape.has_embedding) return 0;
+  return 1LL * shape.vocab_size * shape.hidden_size * dtype_bytes(embed_dtype(shape));
+}
+
+// The norms of a layer.
+int64_t vector_bytes(const Shape& shape) {
+  return 2 * round_up(shape.hidden_size * 4LL, 64) + 2 * round_up(shape.head_dim * 4LL, 64);
+}
+
 }  // namespace
 
-Model::Model(const Shape& s) : shape(s), embed_dtype_(embed_dtype(s)) {
+int64_t Model::max_weight_bytes(const Shape& shape) {
   check_shape(shape);
-  const int64_t vector_bytes = 2 * round_up(shape.hidden_size * 4LL, 64) + 2 * round_up(shape.head_dim * 4LL, 64);
-  const int64_t layer_bytes = vector_bytes + bytes_of(shape.weights, qkv_of(shape)) +
+  const int64_t layer_bytes = vector_bytes(shape) + bytes_of(shape.weights, qkv_of(shape)) +
                               bytes_of(shape.weights, o_of(shape)) + bytes_of(shape.weights, gate_up_of(shape)) +
                               bytes_of(shape.weights, down_of(shape));
-  const LinearSize head_size{shape.vocab_size, shape.hidden_size, ColumnOrder::plain, false};
-  const int64_t embed_bytes =
-      shape.embeds_from_head() || !shape.has_embedding
-          ? 0
-          : 1LL * shape.vocab_size * shape.hidden_size * dtype_bytes(embed_dtype_);
-  store_ = std::make_unique<WeightStore>(layer_bytes * shape.num_layers + vector_bytes +
-                                         (shape.has_head ? bytes_of(shape.head_weights, head_size) : 0) +
-                                         round_up(embed_bytes, 64));
+  return layer_bytes * shape.num_layers + vector_bytes(shape) +
+         (shape.has_head ? bytes_of(shape.head_weights, head_of(shape)) : 0) + round_up(embed_bytes(shape), 64);
+}
+
+Model::Model(const Shape& s, const WeightMemory& memory)
+    : shape(s), filled_(memory.filled), embed_dtype_(embed_dtype(s)) {
+  const int64_t bytes = max_weight_bytes(shape);
+  store_ = memory.data == nullptr ? std::make_unique<WeightStore>(bytes)
+                                  : std::make_unique<WeightStore>(memory.data, memory.bytes);
   // Layers of int8 or int4 are reserved when they are set: only then is it known which of both they are.
   const auto reserve = [&](Dtype dtype, const LinearSize& size) {
     return is_quantised(dtype) ? PackedLinear{} : reserve_linear(*store_, dtype, size, false);
@@ -104,9 +117,9 @@ Model::Model(const Shape& s) : shape(s), embed_dtype_(embed_dtype(s)) {
   }
   if (shape.has_head) {
     final_norm = take_floats(*store_, shape.hidden_size);
-    head = reserve(shape.head_weights, head_size);
+    head = reserve(shape.head_weights, head_of(shape));
   }
-  if (embed_bytes > 0) embed_rows_ = store_->take(embed_bytes);
+  if (const int64_t rows_bytes = embed_bytes(shape); rows_bytes > 0) embed_rows_ = store_->take(rows_bytes);
   set_.assign(NUM_KINDS * static_cast<size_t>(shape.num_layers), 0);
 }
 
@@ -133,6 +146,7 @@ void Model::check_place(WeightKind kind, int32_t layer) const {
 void Model::set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer_index, const Source& source) {
   check_place(kind, layer_index);
   const std::string name = name_of(kind, layer_index);
+  require(!filled_ || kind == WeightKind::rope_inv_freq, "weight " + name + " is packed already");
 
   auto expect = [&](int64_t rows, int64_t columns) {
     require(source.rows == rows && source.columns == columns,
@@ -197,33 +211,51 @@ void Model::set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer_index
   seen(kind, layer_index) = true;
 }
 
-void Model::set_grouped(ThreadTeam& threads, WeightKind kind, int32_t layer_index, const GroupedSource& source) {
+struct Model::Grouped {
+  PackedLinear& packed;
+  LinearSize size;
+};
+
+Model::Grouped Model::find_grouped(WeightKind kind, int32_t layer_index) {
   check_place(kind, layer_index);
   const std::string name = name_of(kind, layer_index);
-  require(is_quantised(shape.weights) && is_quantised(source.dtype), "weight " + name + " cannot be int8 or int4");
+  require(is_quantised(shape.weights), "weight " + name + " cannot be int8 or int4");
   LayerWeights* layer = of_layer(kind) ? &layers[static_cast<size_t>(layer_index)] : nullptr;
-  PackedLinear* packed;
-  LinearSize size;
+  auto found = [&](PackedLinear& packed, const LinearSize& size) -> Grouped {
+    require(packed.data == nullptr, "weight " + name + " is set twice");
+    return {packed, size};
+  };
   switch (kind) {
-    case WeightKind::lm_head:
-      packed = &head, size = {shape.vocab_size, shape.hidden_size, ColumnOrder::plain, false};
-      break;
-    case WeightKind::qkv: packed = &layer->qkv, size = qkv_of(shape); break;
-    case WeightKind::o: packed = &layer->o, size = o_of(shape); break;
-    case WeightKind::gate_up: packed = &layer->gate_up, size = gate_up_of(shape); break;
-    case WeightKind::down: packed = &layer->down, size = down_of(shape); break;
+    case WeightKind::lm_head: return found(head, head_of(shape));
+    case WeightKind::qkv: return found(layer->qkv, qkv_of(shape));
+    case WeightKind::o: return found(layer->o, o_of(shape));
+    case WeightKind::gate_up: return found(layer->gate_up, gate_up_of(shape));
+    case WeightKind::down: return found(layer->down, down_of(shape));
     default: throw std::invalid_argument("weight " + name + " cannot be int8 or int4");
   }
+}
+
+void Model::adopt_grouped(WeightKind kind, int32_t layer, Dtype dtype, bool minimum) {
+  require(filled_ && is_quantised(dtype), "no packed int8 or int4 layers to adopt");
+  const Grouped grouped = find_grouped(kind, layer);
+  grouped.packed = reserve_linear(*store_, dtype, grouped.size, minimum);
+  seen(kind, layer) = true;
+}
+
+void Model::set_grouped(ThreadTeam& threads, WeightKind kind, int32_t layer_index, const GroupedSource& source) {
+  const auto [packed, size] = find_grouped(kind, layer_index);
+  const std::string name = name_of(kind, layer_index);
+  require(!filled_, "weight " + name + " is packed already");
+  require(is_quantised(source.dtype), "weight " + name + " cannot be int8 or int4");
   require(source.rows == size.num_out && source.columns == size.num_in,
           "weight " + name + " has " + std::to_string(source.rows) + " x " + std::to_string(source.columns) +
               " values, not " + std::to_string(size.num_out) + " x " + std::to_string(size.num_in));
-  require(packed->data == nullptr, "weight " + name + " is set twice");
-  *packed = reserve_linear(*store_, source.dtype, size, source.minimums != nullptr);
+  packed = reserve_linear(*store_, source.dtype, size, source.minimums != nullptr);
   struct Job {
     const PackedLinear& packed;
     ColumnOrder order;
     const GroupedSource& source;
-  } job{*packed, size.order, source};
+  } job{packed, size.order, source};
   threads.run(
       [](void* context, Team& team) {
         const Job& work = *static_cast<Job*>(context);
@@ -239,8 +271,15 @@ char& Model::seen(WeightKind kind, int32_t layer) {
 }
 
 void Model::check_complete() {
+  const auto needs_setting = [&](WeightKind kind) {
+    if (!filled_ || kind == WeightKind::rope_inv_freq) return true;
+    return is_quantised(shape.weights) && (kind == WeightKind::lm_head || kind == WeightKind::qkv ||
+                                           kind == WeightKind::o || kind == WeightKind::gate_up ||
+                                           kind == WeightKind::down);
+  };
   for (size_t kind = 0; kind < NUM_KINDS; ++kind) {
     const auto weight = static_cast<WeightKind>(kind);
+    if (!needs_setting(weight)) continue;
     for (int32_t layer = 0; layer < (of_layer(weight) ? shape.num_layers : 1); ++layer)
       require(!expects(weight) || seen(weight, layer), "weight " + name_of(weight, layer) + " is missing");
   }

@@ -19,15 +19,28 @@ enum class WeightKind : int32_t {
   count
 };
 
+// Memory for packed weights that somebody else owns; without an address a model has memory of its own.
+struct WeightMemory {
+  uint8_t* data = nullptr;
+  int64_t bytes = 0;
+  bool filled = false;  // read-only, with the weights of this very shape packed in it
+};
+
 class Model {
  public:
-  explicit Model(const Shape& shape);  // throws std::bad_alloc; std::invalid_argument names what does not fit
+  // Throws std::bad_alloc; std::invalid_argument names what does not fit; std::length_error for too little memory.
+  explicit Model(const Shape& shape, const WeightMemory& memory = {});
+  // Bytes of memory that the weights of a shape need at most. Throws std::invalid_argument.
+  static int64_t max_weight_bytes(const Shape& shape);
 
   // Packs a tensor on all threads; the caller may drop it afterwards. Throws std::invalid_argument.
   void set_weight(ThreadTeam& threads, WeightKind kind, int32_t layer, const Source& source);
   // The same for a linear layer of a model whose weights are int8 or int4; each layer may be either.
   void set_grouped(ThreadTeam& threads, WeightKind kind, int32_t layer, const GroupedSource& source);
-  // Throws std::invalid_argument naming the first weight that was never set.
+  // In filled memory: the next linear layer of int8 or int4, in the order in which they were packed.
+  void adopt_grouped(WeightKind kind, int32_t layer, Dtype dtype, bool minimum);
+  // Throws std::invalid_argument naming the first weight that was never set; in filled memory that is rope_inv_freq or a
+  // layer of int8 or int4, for all others lie there.
   void check_complete();
   // cos and sin for positions [0, count), grown by doubling.
   void extend_rope(int64_t count);
@@ -44,8 +57,11 @@ class Model {
   bool expects(WeightKind kind) const;
   void check_place(WeightKind kind, int32_t layer) const;
   char& seen(WeightKind kind, int32_t layer);
+  struct Grouped;
+  Grouped find_grouped(WeightKind kind, int32_t layer);
 
   std::unique_ptr<WeightStore> store_;
+  bool filled_;
   uint8_t* embed_rows_ = nullptr;  // [vocab_size][hidden_size], bf16 or fp32, unless embeds_from_head()
   Dtype embed_dtype_;
   std::vector<float> rope_inv_freq_;

@@ -58,7 +58,9 @@ WeightStore::WeightStore(int64_t bytes) : bytes_(round_up(bytes, HUGE_PAGE_BYTES
 #endif
 }
 
-WeightStore::~WeightStore() { munmap(data_, static_cast<size_t>(bytes_)); }
+WeightStore::~WeightStore() {
+  if (owned_) munmap(data_, static_cast<size_t>(bytes_));
+}
 
 uint8_t* WeightStore::take(int64_t bytes) {
   if (used_ + round_up(bytes, 64) > bytes_) throw std::length_error("weight store is too small");

@@ -14,6 +14,11 @@
 
 namespace remora {
 
+// Packed weights are kept on disk and mapped by other processes. Whoever changes what bytes a model is packed into, here
+// or in kernels/grouped.py, counts this up, so that older ones are packed anew. tests/kernels/test_packed_weights.py
+// fails when it is forgotten.
+constexpr int32_t PACKING_VERSION = 1;
+
 constexpr int64_t BLOCK_COLUMNS = 16, PANEL_COLUMNS = 32;
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -60,10 +65,12 @@ struct GroupedSource {
 // the block of their 16 up columns, so that one panel holds what SiLU(gate) * up needs.
 enum class ColumnOrder { plain, gate_up };
 
-// Memory for all packed weights of a model: one mapping in huge pages, filled in order, freed as a whole.
+// Memory for all packed weights of a model: one mapping in huge pages, filled in order, freed as a whole; or memory of
+// the caller's, which stays the caller's.
 class WeightStore {
  public:
   explicit WeightStore(int64_t bytes);  // throws std::bad_alloc
+  WeightStore(uint8_t* memory, int64_t bytes) : data_(memory), bytes_(bytes), owned_(false) {}
   ~WeightStore();
   WeightStore(const WeightStore&) = delete;
   WeightStore& operator=(const WeightStore&) = delete;
@@ -74,6 +81,7 @@ class WeightStore {
  private:
   uint8_t* data_;
   int64_t bytes_, used_ = 0;
+  bool owned_ = true;
 };
 
 // Bytes that a layer of this size takes from the store at most, scales, minimums and bias included.
