@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from remora.cache_actors.block_exports import BlockBytes, as_held, hold_command, read_blocks, unhold_command
+from remora.cache_actors.block_server import BlockServer
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.cache_actors.durable_pool import DurablePool
 from remora.cache_actors.pool_messages import (
@@ -75,6 +76,7 @@ class PoolActor:
         self._watches: dict[LeaseId, ProcessWatch] = {}
         self._wakers: dict[LeaseId, asyncio.Event] = {}
         self._heard_s: dict[LeaseId, float] = {}
+        self._blocks = BlockServer(self._pool, self._pool.arena.data, name=settings.pool_id)
         self._touched_s = time.monotonic()
         self._is_checked = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -145,6 +147,10 @@ class PoolActor:
     async def read_blocks(self, hold_id: HoldId, first: int, count: int) -> BlockBytes | None:
         """The bytes of held blocks, for another node; None when they are not held any more."""
         return await read_blocks(self._pool, hold_id, first, count)
+
+    async def open_links(self) -> bytes:
+        """LinkAddress | None: where readers on other nodes get bytes faster than through Ray."""
+        return msgspec.msgpack.encode(self._blocks.open() if self._settings.device.kind == "cpu" else None)
 
     async def unhold(self, hold_ids: list[HoldId]) -> None:
         """The readers are done."""
@@ -234,6 +240,7 @@ class PoolActor:
             task.cancel()
         for lease_id in list(self._watches):
             self._forget(lease_id)
+        self._blocks.close()
         self._pool.retire()
         step_lock_path(self._settings.shm_dir, self._settings.cluster_name, self._settings.pool_id).unlink(
             missing_ok=True

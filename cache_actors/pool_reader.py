@@ -1,10 +1,16 @@
-"""Pool actors as readers of other pools see them: mapped on the same node, asked for bytes across nodes."""
+"""Pool actors as readers of other pools see them.
+
+on the same node        the arena is mapped
+on another node         its blocks come over a link (block_server.py), which stays open for the next reader; or through
+                        Ray, where there are no links or none can be made
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +22,9 @@ from ray.exceptions import RayError
 
 from remora.cache_actors.arena import Arena
 from remora.cache_actors.block_exports import BlockBytes, copy_blocks
+from remora.cache_actors.block_links import LinkedBlocks, PoolLinks
 from remora.cache_actors.block_loader import HeldReader
+from remora.cache_actors.byte_link import LinkAddress
 from remora.cache_actors.cluster_names import ray_namespace
 from remora.cache_actors.pool_messages import HoldReply
 from remora.cache_actors.port import KVSource
@@ -47,7 +55,7 @@ class PoolReaders:
             actor = ray.get_actor(source.actor_name, namespace=ray_namespace(self._cluster_name))
         except ValueError:
             raise Unavailable(f"there is no pool actor {source.actor_name}") from None
-        found = RemotePool(actor, self._node_id, on_silent=lambda: self._forget(source))
+        found = RemotePool(source.actor_name, actor, self._node_id, on_silent=lambda: self._forget(source))
         with self._lock:
             return self._pools.setdefault(source.actor_name, found)
 
@@ -60,11 +68,12 @@ class PoolReaders:
 class RemotePool:
     """block_loader.SourcePool over an actor."""
 
-    def __init__(self, actor: Any, node_id: str, *, on_silent: Callable[[], None]) -> None:
+    def __init__(self, name: str, actor: Any, node_id: str, *, on_silent: Callable[[], None]) -> None:
         """`on_silent` is called when the actor cannot be reached."""
         self._actor = actor
         self._node_id = node_id
         self._on_silent = on_silent
+        self.links = PoolLinks(name, self._ask_links)
 
     def hold(self, command: Hold) -> HeldReader:
         """Chooses the path by where the pool is."""
@@ -76,7 +85,14 @@ class RemotePool:
         reply = msgspec.msgpack.decode(data, type=HoldReply)
         if reply.node_id == self._node_id:
             return MappedBlocks(self._actor, command.hold_id, reply)
-        return StreamedBlocks(self._actor, command.hold_id, reply.held)
+        link = self.links.take() if reply.held.blocks else None
+        if link is None:
+            return StreamedBlocks(self._actor, command.hold_id, reply.held)
+        let_go = partial(_let_go, self._actor, command.hold_id, reply.held)
+        return LinkedBlocks(self.links, link, command.hold_id, reply.held, let_go)
+
+    def _ask_links(self) -> LinkAddress | None:
+        return msgspec.msgpack.decode(_answer(self._actor.open_links.remote()), type=LinkAddress | None)
 
 
 class MappedBlocks:

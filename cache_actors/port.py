@@ -82,8 +82,9 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     other: OtherChain | None = None
 
 
-#: How bytes come: the source's arena is mapped and copied (same node), or its actor sends them (another node).
-LoadPath = Literal["mapped", "streamed"]
+#: How bytes come: the source's arena is mapped and copied (same node), or its process sends them (another node), over
+#: a link or through Ray.
+LoadPath = Literal["mapped", "linked", "streamed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

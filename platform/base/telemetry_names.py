@@ -98,7 +98,8 @@ REMORA_MIGRATE_RECOMPUTED_TOKENS = "remora.migrate.recomputed_tokens"
 #: The same in order: "0-2048 copied of smollm2".
 REMORA_MIGRATE_RANGES = "remora.migrate.ranges"
 REMORA_MIGRATE_PAUSE = "remora.migrate.pause_s"
-#: Of blocks that came from another pool: which one, how much, "mapped", "streamed" or "none", and why not all came.
+#: Of blocks that came from another pool: which one, how much, how ("mapped", "linked", "streamed",
+#: "none"), and why not all came.
 REMORA_LOAD_SOURCE = "remora.load.source"
 REMORA_LOAD_TOKENS = "remora.load.tokens"
 REMORA_LOAD_BLOCKS = "remora.load.blocks"

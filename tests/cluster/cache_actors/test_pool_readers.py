@@ -1,4 +1,4 @@
-"""Blocks of a real pool actor, read from outside: mapped on its node, sent to another, and kept while they are read."""
+"""Blocks of a real pool actor, read from outside: mapped on its node, sent to another, kept while they are read."""
 
 from __future__ import annotations
 
@@ -93,10 +93,15 @@ class Receiver:
 
 
 def at(pool: Any, place: str) -> RemotePool:
-    return RemotePool(pool, node_id() if place == "here" else "another node", on_silent=lambda: None)
+    made = RemotePool("pool", pool, node_id() if place == "here" else "another node", on_silent=lambda: None)
+    if place == "behind a wall":
+        made.links.take = lambda **_: None  # type: ignore[method-assign]
+    return made
 
 
-@pytest.mark.parametrize(("place", "path"), [("here", "mapped"), ("elsewhere", "streamed")])
+@pytest.mark.parametrize(
+    ("place", "path"), [("here", "mapped"), ("elsewhere", "linked"), ("behind a wall", "streamed")]
+)
 async def test_blocks_cross_by_the_path_that_there_is(
     make_pool: MakePool, make_probe: MakeProbe, place: str, path: str
 ) -> None:
@@ -111,7 +116,7 @@ async def test_blocks_cross_by_the_path_that_there_is(
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("place", ["here", "elsewhere"])
+@pytest.mark.parametrize("place", ["here", "elsewhere", "behind a wall"])
 async def test_a_pool_that_is_killed_during_a_transfer_gives_whole_blocks_or_none(
     make_pool: MakePool, make_probe: MakeProbe, place: str
 ) -> None:

@@ -44,7 +44,7 @@ def test_a_stream_moves_to_another_node_and_reads_as_if_it_had_not(nodes: Any) -
     assert moved["tokens"]["recomputed"] < 3 * BLOCK_TOKENS
     assert nodes.replica_on(target)["stats"]["num_damaged_blocks"] == 0
     loads = nodes.eventually(lambda: spans_of(nodes, reading.trace_id, "tier.load"), 20, what="the trace")
-    assert {each["attributes"]["remora.load.path"] for each in loads} == {"streamed"}
+    assert {each["attributes"]["remora.load.path"] for each in loads} == {"linked"}
 
 
 def spans_of(nodes: Any, trace_id: str, name: str) -> list[dict[str, Any]]:
