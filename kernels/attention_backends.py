@@ -20,8 +20,9 @@ import torch
 
 from remora.kernels.attention_base import AttentionInputs, AttentionNeed, PagedAttention
 from remora.kernels.attention_trial import largest_difference
-from remora.kernels.cuda.attention import check_shape, check_tables, paged_attention, upload_step
-from remora.kernels.cuda.attention_plan import plan_attention
+from remora.kernels.batch import StepBatch
+from remora.kernels.cuda.attention import DeviceStep, check_shape, check_tables, paged_attention, upload_step, with_plan
+from remora.kernels.cuda.attention_plan import plan_attention, plan_decode_graph
 from remora.kernels.cuda.device import Device
 from remora.kernels.cuda.place import block_major
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
@@ -54,6 +55,8 @@ def _pages(layout: BlockLayout, data: torch.Tensor, layer: int, side: int) -> to
 def _check_library_shape(need: AttentionNeed, multiple_of_tokens: int) -> None:
     if need.batch_invariant:
         raise KernelError("it does not promise the same bits in any batch")
+    if need.values != "bf16":
+        raise KernelError(f"it does not take queries in {need.values}")
     if need.layout.precisions != ("bf16", "bf16"):
         raise KernelError(f"it does not take KV in {'/'.join(dict.fromkeys(need.layout.precisions))}")
     if need.layout.block_tokens % multiple_of_tokens:
@@ -70,26 +73,26 @@ class _LibraryAttention:
         self._need = need
         self._call = call
 
-    def attend(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, layout = inputs.batch, self._need.layout
-        check_tables(batch, layout, inputs.data)
-        num_sequences, device = batch.num_sequences, inputs.q_TQD.device
+    def begin(self, batch: StepBatch, data: Any) -> dict[str, Any]:
+        """What the call takes besides q, k and v."""
+        num_columns, num_sequences = check_tables(batch, self._need.layout, data), batch.num_sequences
+        starts, lengths = batch.query_start_S[: num_sequences + 1], batch.context_len_S[:num_sequences]
 
         def on_device(array: np.ndarray[Any, Any]) -> torch.Tensor:
-            return torch.from_numpy(array.copy()).to(device)
+            return torch.from_numpy(array.copy()).to(data.device)
 
-        starts, lengths = batch.query_start_S[: num_sequences + 1], batch.context_len_S[:num_sequences]
-        out, lse_QT = self._call(
-            q=inputs.q_TQD,
-            k=_pages(layout, inputs.data, inputs.layer, K_SIDE),
-            v=_pages(layout, inputs.data, inputs.layer, V_SIDE),
-            query_start=on_device(starts),
-            context_len=on_device(lengths),
-            block_table=on_device(batch.block_table_SB[:num_sequences]),
-            max_query=int(np.diff(starts).max()),
-            max_context=int(lengths.max()),
-            scale=self._need.scale,
-        )
+        return {
+            "query_start": on_device(starts),
+            "context_len": on_device(lengths),
+            "block_table": on_device(batch.block_table_SB[:num_sequences, :num_columns]),
+            "max_query": int(np.diff(starts).max()),
+            "max_context": int(lengths.max()),
+            "scale": self._need.scale,
+        }
+
+    def attend(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (_pages(self._need.layout, inputs.data, inputs.layer, side) for side in (K_SIDE, V_SIDE))
+        out, lse_QT = self._call(q=inputs.q_TQD, k=k, v=v, **inputs.step)
         return out, lse_QT.transpose(0, 1)
 
 
@@ -188,22 +191,32 @@ class CudaAttention:
         check_shape(need.layout, need.num_heads)
         self._need = need
         self._device = device
+        #: Query heads of a kv head.
+        self.group = need.num_heads // need.layout.num_kv_heads
 
-    def attend(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin(self, batch: StepBatch, data: Any) -> DeviceStep:
         need, layout = self._need, self._need.layout
         plan = plan_attention(
-            inputs.batch,
-            group=need.num_heads // layout.num_kv_heads,
+            batch,
+            group=self.group,
             num_kv_heads=layout.num_kv_heads,
             block_tokens=layout.block_tokens,
             num_processors=self._device.num_processors,
         )
-        step = upload_step(self._device, inputs.batch, plan, layout, inputs.data, need.num_heads)
+        return upload_step(self._device, batch, plan, layout, data, need.num_heads)
+
+    def begin_graph(self, positions_S: Any, block_table_SB: Any, max_context_len: int) -> DeviceStep:
+        """A step of one row a sequence that may be repeated with other positions and tables in the same arrays."""
+        plan = plan_decode_graph(num_sequences=len(positions_S), max_context_len=max_context_len, group=self.group)
+        return with_plan(self._device, plan, positions_S, block_table_SB, self._need.layout, self._need.num_heads)
+
+    def attend(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        need, layout = self._need, self._need.layout
         q = inputs.q_TQD.contiguous()
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         paged_attention(
             self._device,
-            step,
+            inputs.step,
             q_TQD=q,
             out_TQD=out,
             lse_TQ=lse,

@@ -42,12 +42,11 @@ def largest_difference(backend: PagedAttention, need: AttentionNeed, torch_devic
     for index, (first, end) in enumerate(spans):
         own = blocks[index * num_columns : (index + 1) * num_columns]
         batch.add([0] * (end - first), first_position=first, blocks=own[: -(-end // tokens)])
-    dtype = torch.float32 if "fp32" in layout.precisions else torch.bfloat16
+    dtype = torch.float32 if need.values == "fp32" else torch.bfloat16
     q = torch.randn(batch.num_tokens, need.num_heads, layout.head_dim, generator=generator).to(dtype)
 
-    inputs = AttentionInputs(
-        batch=batch, layer=layer, q_TQD=q.to(torch_device), data=torch.from_numpy(data).to(torch_device)
-    )
+    arena = torch.from_numpy(data).to(torch_device)
+    inputs = AttentionInputs(step=backend.begin(batch, arena), layer=layer, q_TQD=q.to(torch_device), data=arena)
     out, lse = (tensor.float().cpu() for tensor in backend.attend(inputs))
     worst = 0.0
     for row, (_, end) in enumerate(spans):

@@ -27,10 +27,15 @@ class KVMover:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies a whole block, whatever its precision. Raises KernelError for a place outside the memory."""
+        check_block_places(self._memory, source, target)
         size, data = self._memory.geometry.block_bytes, self._memory.data
-        if min(source, target) < 0 or (max(source, target) + 1) * size > len(data):
-            raise KernelError(f"block {source} or {target} of {size} bytes is outside the memory")
         data[target * size : (target + 1) * size] = data[source * size : (source + 1) * size]
+
+    def write_block(self, block: int, bytes_B: NDArray[np.uint8]) -> None:
+        """Writes a block that was read elsewhere. Raises KernelError for a place outside the memory."""
+        check_block_places(self._memory, block)
+        size = self._memory.geometry.block_bytes
+        self._memory.data[block * size : (block + 1) * size] = bytes_B
 
     def move(self, moves: Sequence[Move]) -> None:
         """Does the moves; they may be repeated. Raises KernelError for a place outside the memory, before any byte."""
@@ -79,3 +84,11 @@ class KVMover:
                 delta=delta,
                 inv_freq=inv_freq,
             )
+
+
+def check_block_places(memory: KVMemory, *blocks: int) -> None:
+    """Raises KernelError for a block outside the memory."""
+    size = memory.geometry.block_bytes
+    for block in blocks:
+        if block < 0 or (block + 1) * size > len(memory.data):
+            raise KernelError(f"block {block} of {size} bytes is outside the memory")

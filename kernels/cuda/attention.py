@@ -13,7 +13,7 @@ import numpy as np
 
 from remora.kernels.batch import StepBatch
 from remora.kernels.cuda.attention_plan import CHUNK_TOKENS, AttentionPlan
-from remora.kernels.cuda.device import Device, value_type
+from remora.kernels.cuda.device import Device, upload_together, value_type
 from remora.kernels.cuda.operations import row_macros
 from remora.kernels.cuda.place import Place
 from remora.kernels.cuda.source import VALUE_TYPES, CudaSource
@@ -50,14 +50,17 @@ def check_shape(layout: BlockLayout, num_heads: int) -> None:
         raise KernelError(f"{num_heads} query heads do not fit {layout.num_kv_heads} kv heads")
 
 
-def check_tables(batch: StepBatch, layout: BlockLayout, data: Any) -> None:
-    """Raises KernelError when a sequence's blocks do not suffice or lie outside `data`."""
-    for row in range(batch.num_sequences):
-        context_len = int(batch.context_len_S[row])
-        num_columns = -(-context_len // layout.block_tokens)
-        if num_columns > batch.block_table_SB.shape[1]:
-            raise KernelError(f"{context_len} tokens need {num_columns} columns of the block table")
-        layout.check_blocks(data, batch.block_table_SB[row, :num_columns])
+def check_tables(batch: StepBatch, layout: BlockLayout, data: Any) -> int:
+    """The columns that the longest sequence uses. Raises KernelError when a sequence's blocks do not suffice or lie
+    outside `data`."""
+    lengths_S = batch.context_len_S[: batch.num_sequences]
+    columns_S = -(-lengths_S // layout.block_tokens)
+    num_columns = int(columns_S.max(initial=0))
+    if num_columns > batch.block_table_SB.shape[1]:
+        raise KernelError(f"{lengths_S.max()} tokens need {num_columns} columns of the block table")
+    is_used_SB = np.arange(num_columns) < columns_S[:, None]
+    layout.check_blocks(data, batch.block_table_SB[: batch.num_sequences, :num_columns][is_used_SB])
+    return num_columns
 
 
 def upload_step(
@@ -65,15 +68,28 @@ def upload_step(
 ) -> DeviceStep:
     """Raises KernelError, before anything is queued, for a block outside `data` or a shape that is not served."""
     check_shape(layout, num_heads)
-    check_tables(batch, layout, data)
+    num_columns = check_tables(batch, layout, data)
+    positions_T, block_table_SB = upload_together(
+        device, [batch.positions_T[: batch.num_tokens], batch.block_table_SB[: batch.num_sequences, :num_columns]]
+    )
+    return with_plan(device, plan, positions_T, block_table_SB, layout, num_heads)
+
+
+def with_plan(
+    device: Device, plan: AttentionPlan, positions_T: Any, block_table_SB: Any, layout: BlockLayout, num_heads: int
+) -> DeviceStep:
+    """A step whose positions and tables are on the device already, and are the caller's to check."""
+    items_I8, row_token_E, part_index_T, split_tokens_P = upload_together(
+        device, [plan.items_I8, plan.row_token_E, plan.part_index_T, plan.split_tokens_P]
+    )
     return DeviceStep(
         plan=plan,
-        positions_T=device.upload(batch.positions_T[: batch.num_tokens]),
-        block_table_SB=device.upload(batch.block_table_SB[: batch.num_sequences]),
-        items_I8=device.upload(plan.items_I8),
-        row_token_E=device.upload(plan.row_token_E),
-        part_index_T=device.upload(plan.part_index_T),
-        split_tokens_P=device.upload(plan.split_tokens_P),
+        positions_T=positions_T,
+        block_table_SB=block_table_SB,
+        items_I8=items_I8,
+        row_token_E=row_token_E,
+        part_index_T=part_index_T,
+        split_tokens_P=split_tokens_P,
         parts=device.empty((plan.num_parts, num_heads, layout.head_dim + 2), np.float32),
     )
 

@@ -23,7 +23,7 @@ _MAX_TILE_ROWS = TILE_ROWS[-1]
 #: A common prefix is worth a group from so many query rows on: fewer leave a tile half empty.
 _MIN_GROUP_ROWS = 16
 #: Parts of split tokens that are held at once, at most: bounds memory in long prompts.
-_MAX_PARTS = 16384
+MAX_PARTS = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def _num_chunks(num_positions: int) -> int:
     return -(-num_positions // CHUNK_TOKENS)
 
 
-def _prefix_groups(batch: StepBatch, group: int, block_tokens: int) -> list[tuple[list[int], int]]:
+def prefix_groups(batch: StepBatch, group: int, block_tokens: int) -> list[tuple[list[int], int]]:
     """Sequences that share at least one chunk of leading blocks, with the number of whole chunks they share."""
     columns = CHUNK_TOKENS // block_tokens
     candidates: dict[bytes, list[int]] = {}
@@ -107,7 +107,7 @@ def plan_attention(
     common prefix for all that share it. `group` is query heads per kv head."""
     starts = batch.query_start_S
     sequence_rows = [int(starts[row + 1] - starts[row]) * group for row in range(batch.num_sequences)]
-    groups = _prefix_groups(batch, group, block_tokens) if group_prefixes else []
+    groups = prefix_groups(batch, group, block_tokens) if group_prefixes else []
     tile_rows = tile_rows_for(max([0, *sequence_rows, *([_MAX_TILE_ROWS] if groups else [])]))
     num_tiles = sum(-(-rows // tile_rows) for rows in sequence_rows)
     is_idle = num_tiles * num_kv_heads < 2 * num_processors
@@ -124,7 +124,7 @@ def plan_attention(
         tokens = range(int(starts[row]), int(starts[row + 1]))
         end_chunks = [_num_chunks(int(position) + 1) for position in batch.positions_T[tokens.start : tokens.stop]]
         wanted = sum(end_chunks)
-        split = row in own_first_chunk or (is_idle and end_chunks[-1] > 1 and num_parts + wanted <= _MAX_PARTS)
+        split = row in own_first_chunk or (is_idle and end_chunks[-1] > 1 and num_parts + wanted <= MAX_PARTS)
         if split:
             split_tokens.extend(tokens)
             for token, count in zip(tokens, end_chunks, strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from remora.kernels.cuda.source import CudaSource
 
@@ -52,6 +53,21 @@ class Device(Protocol):
     def num_processors(self) -> int:
         """Multiprocessors: how many blocks keep the device busy."""
         ...
+
+
+def upload_together(device: Device, arrays: Sequence[NDArray[np.int32]]) -> list[Any]:
+    """The arrays on the device, by one copy; each begins at a multiple of 64 bytes."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.size // 16) * 16
+    packed = np.zeros(end, np.int32)
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + array.size] = array.reshape(-1)
+    uploaded = device.upload(packed)
+    return [
+        uploaded[start : start + array.size].reshape(array.shape) for start, array in zip(starts, arrays, strict=True)
+    ]
 
 
 def value_type(array: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from remora.kernels.cuda.module import CupyDevice
 
 # The tests of the emulation run here too: makes what they share importable.
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("kernels", "kernels/cuda")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("kernels", "kernels/cuda", "gpu")]
 
 
 @pytest.fixture(scope="session")

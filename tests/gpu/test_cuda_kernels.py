@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from emulated_tests import emulated_tests
 
 from remora.cache_actors.arena_header import ArenaIdentity
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.kernels.attention_backends import CANDIDATES, AttentionNeed, choose_attention
-from remora.kernels.cuda.attention import paged_attention, upload_step
+from remora.kernels.cuda.attention import paged_attention, with_plan
 from remora.kernels.cuda.attention_plan import plan_decode_graph
 from remora.kernels.cuda.module import CupyDevice
 from remora.kernels.cuda.place import block_major
@@ -25,20 +24,9 @@ from remora.platform.base.errors import KernelError
 pytestmark = pytest.mark.gpu
 
 
-def _emulated_tests(name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / "kernels" / "cuda" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"remora_gpu_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-_attention = _emulated_tests("test_cuda_attention")
-_operations = _emulated_tests("test_cuda_operations")
-_quantised = _emulated_tests("test_cuda_quantised")
+_attention = emulated_tests("test_cuda_attention")
+_operations = emulated_tests("test_cuda_operations")
+_quantised = emulated_tests("test_cuda_quantised")
 for _module in (_attention, _operations, _quantised):
     globals().update({name: value for name, value in vars(_module).items() if name.startswith("test_")})
 
@@ -49,7 +37,8 @@ def _decode(device: CupyDevice, world: Any, rows: list[tuple[int, int, int]], ma
     num_heads = world.layout.num_kv_heads * world.group
     plan = plan_decode_graph(num_sequences=len(rows), max_context_len=max_context_len, group=world.group)
     data = device.upload(world.data)
-    step = upload_step(device, batch, plan, world.layout, data, num_heads)
+    positions, tables = device.upload(batch.positions_T[: len(rows)]), device.upload(batch.block_table_SB[: len(rows)])
+    step = with_plan(device, plan, positions, tables, world.layout, num_heads)
     q = device.upload(np.concatenate([world.queries[index][first:end] for index, first, end in rows]))
     out, lse = device.empty(q.shape, np.float32), device.empty(q.shape[:2], np.float32)
 

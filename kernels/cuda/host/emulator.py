@@ -103,13 +103,13 @@ class HostDevice:
             raise KernelError(f"{what} does not compile for the host:\n{result.stderr[-4000:]}")
         temporary.rename(target)
 
-    def upload(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def upload(self, array: np.ndarray[Any, Any]) -> Any:
         return np.ascontiguousarray(array).copy()
 
     def download(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Filled with 0xff bytes: NaN, as fresh device memory may be."""
         array = np.empty(shape, dtype)
         array.view(np.uint8).fill(0xFF)

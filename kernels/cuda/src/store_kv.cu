@@ -32,9 +32,9 @@ __device__ __forceinline__ void norm_head(float (&low)[PAIRS], float (&high)[PAI
 }  // namespace
 
 // Grid: (tokens), THREADS threads; a warp does a head at a time. qkv [T][num_heads + 2 * num_kv_heads][HEAD_DIM] with
-// queries first, then K, then V. Token t goes to slot slot_T[t] of block block_T[t]; not_finite[sequence_T[t]] becomes
-// 1 when its K or V has a value that the arena cannot hold. q_norm, k_norm [HEAD_DIM]: both or null. inv_freq [HALF];
-// cos and sin are multiplied by rope_factor.
+// queries first, then K, then V. Token t goes to slot slot_T[t] of block block_T[t], nowhere if that is negative (rows
+// that only fill up a captured step); not_finite[sequence_T[t]] becomes 1 when its K or V has a value that the arena
+// cannot hold. q_norm, k_norm [HEAD_DIM]: both or null. inv_freq [HALF]; cos and sin are multiplied by rope_factor.
 extern "C" __global__ void __launch_bounds__(THREADS)
     store_kv(const VALUE_TYPE* qkv, const int* positions, const int* block_T, const int* slot_T, const int* sequence_T,
              const float* inv_freq, float rope_factor, const float* q_norm, const float* k_norm, float eps,
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         row[pair + HALF] = b;
       }
     }
-    if (is_query) continue;
+    if (is_query || block < 0) continue;
     if (is_value) {
       uint8* start = place.head(block, 1, head - num_heads - num_kv_heads);
       fits = encode_row<V_FORMAT>(row, {start, block_tokens}, slot) && fits;
