@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -51,12 +52,13 @@ Deny = Callable[[EngineCommand], AnyAnswer | None]
 class LocalDevice:
     """The pool of one device and its memory; any number of models attach to it. Thread-safe."""
 
-    def __init__(self, *, data_bytes: int, extent_bytes: int, clock: Clock | None = None) -> None:
+    def __init__(self, *, data_bytes: int, extent_bytes: int, clock: Clock | None = None, data: Any = None) -> None:
+        """`data`: the memory, where it is not this process's own: a tensor of a GPU's, say."""
         config = PoolStateConfig(
             data_bytes=data_bytes, extent_bytes=extent_bytes, reserved_bytes=1 << 40, incarnation=1
         )
         self.state = PoolState(config)
-        self.data: NDArray[np.uint8] = np.zeros(data_bytes, np.uint8)
+        self.data: NDArray[np.uint8] = np.zeros(data_bytes, np.uint8) if data is None else data
         self._clock = clock if clock is not None else SystemClock()
         self._lock = threading.RLock()
         self._generations: dict[int, int] = {}

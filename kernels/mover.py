@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from remora.kernels.base import KVMemory
+from remora.kernels.base import Decoder, KVMemory
 from remora.kernels.layout import BlockLayout
 from remora.namespaces.sequence_commands import Move
 from remora.platform.base.errors import KernelError
 
 
+class Mover(Protocol):
+    """Changes blocks of one memory; each method returns when it is done."""
+
+    @property
+    def can_move(self) -> bool:
+        """Whether tokens can go to other positions."""
+        ...
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies a whole block, whatever its precision. Raises KernelError for a place outside the memory."""
+        ...
+
+    def write_block(self, block: int, bytes_B: NDArray[np.uint8]) -> None:
+        """Writes a block that was read elsewhere. Raises KernelError for a place outside the memory."""
+        ...
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Does the moves; they may be repeated. Raises KernelError for a place outside the memory, before any byte."""
+        ...
+
+
+def mover_of(decoder: Decoder, memory: KVMemory, rope_inv_freq: NDArray[np.float32] | None) -> Mover:
+    """The decoder's own, where its memory is not the host's."""
+    make = getattr(decoder, "mover", KVMover)
+    mover: Mover = make(memory, rope_inv_freq)
+    return mover
+
+
 class KVMover:
-    """Copies tokens between blocks of one geometry and rotates their K, with the torch reference.
+    """Copies tokens between blocks of one geometry and rotates their K, with the torch reference: a Mover of memory
+    that the host maps.
 
     Without `rope_inv_freq` (a model whose rope is not known here) nothing can be moved: `can_move` says so, and the
     caller computes such tokens again.
@@ -26,19 +56,16 @@ class KVMover:
         self.can_move = rope_inv_freq is not None and len(memory.geometry.groups) == 1
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies a whole block, whatever its precision. Raises KernelError for a place outside the memory."""
         check_block_places(self._memory, source, target)
         size, data = self._memory.geometry.block_bytes, self._memory.data
         data[target * size : (target + 1) * size] = data[source * size : (source + 1) * size]
 
     def write_block(self, block: int, bytes_B: NDArray[np.uint8]) -> None:
-        """Writes a block that was read elsewhere. Raises KernelError for a place outside the memory."""
         check_block_places(self._memory, block)
         size = self._memory.geometry.block_bytes
         self._memory.data[block * size : (block + 1) * size] = bytes_B
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Does the moves; they may be repeated. Raises KernelError for a place outside the memory, before any byte."""
         if not moves:
             return
         if not self.can_move:

@@ -9,10 +9,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from remora.kernels.cuda.host.runtime import EmulatedRuntime
 
 # Set before any module of Remora is imported: nothing of a test is seen by, or mixed up with, a running platform.
 _SESSION_VARIABLE = "REMORA_TEST_SESSION"
@@ -114,6 +117,20 @@ def ray_cluster() -> Iterator[None]:
     start_local_ray(temp_dir, namespace="remora-tests", num_cpus=16, object_store_bytes=128 * 1024 * 1024)
     yield
     stop_local_ray(temp_dir)
+
+
+@pytest.fixture(scope="session")
+def host_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """CUDA sources that were compiled for the host, once for all tests."""
+    return Path(tmp_path_factory.mktemp("cuda-host"))
+
+
+@pytest.fixture(scope="session")
+def runtime(require: Callable[[str], str], host_cache: Path) -> EmulatedRuntime:
+    """What a decoder on a GPU runs on, by emulation; tests/gpu has a card."""
+    from remora.kernels.cuda.host.runtime import EmulatedRuntime
+
+    return EmulatedRuntime(host_cache, require("g++"))
 
 
 # ---- which tests run -------------------------------------------------------------------------------------------------

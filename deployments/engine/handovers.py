@@ -98,8 +98,8 @@ class Handovers:
         """Copies what the tail blocks have beyond the sequence's own."""
         if self._tails is None or not handover.blocks or not self._fits(sequence, handover):
             return
-        size, memory, live = sequence.block_tokens, sequence.memory, sequence.live
-        block_bytes = memory.geometry.block_bytes
+        size, live, mover = sequence.block_tokens, sequence.live, self._book.mover(sequence)
+        block_bytes = sequence.memory.geometry.block_bytes
         before, num_sound = sequence.num_computed_tokens, 0
         blocks = [(each.block, each.checksum) for each in handover.blocks]
         try:
@@ -112,8 +112,7 @@ class Handovers:
                 if position * size > sequence.num_computed_tokens or position >= sequence.num_blocks:
                     break
                 # A block that is not full is nobody else's.
-                block = int(sequence.blocks[position])
-                memory.data[block * block_bytes : (block + 1) * block_bytes] = bytes_B
+                mover.write_block(int(sequence.blocks[position]), bytes_B)
                 sequence.num_computed_tokens = end
             else:
                 if num_sound < len(blocks) and handover.node_id == self._tails.node_id:

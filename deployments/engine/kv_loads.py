@@ -19,6 +19,7 @@ from remora.cache_actors.port import BlockLoader, KVSource, LoadedBlocks, LoadEn
 from remora.deployments.engine.base import KVSibling
 from remora.deployments.engine.engine_stats import EngineCounters
 from remora.deployments.engine.sequence import Phase, Sequence
+from remora.kernels.mover import Mover
 from remora.namespaces.commands import Admitted
 from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.kept_chains import KeptChain
@@ -47,13 +48,16 @@ class KVLoads:
         *,
         post: Callable[[Callable[[], None]], None],
         on_loaded: Callable[[Sequence], None],
+        mover: Callable[[Sequence], Mover],
     ) -> None:
-        """`post` runs a function in the engine's thread; `on_loaded` hears that a run's load has ended, well or not."""
+        """`post` runs a function in the engine's thread; `on_loaded` hears that a run's load has ended, well or not;
+        `mover` is what writes to a sequence's memory."""
         self._loader = loader
         self._own_pool = own_pool
         self._counters = counters
         self._post = post
         self._on_loaded = on_loaded
+        self._mover = mover
 
     def wanted(self, sequence: Sequence, admitted: Admitted) -> list[Wanted]:
         """Where what the pool lacks may be had, in the order in which it is asked for; nothing the second time.
@@ -133,8 +137,7 @@ class KVLoads:
         )
 
     def _take(self, load: _Load, loaded: LoadedBlocks) -> None:
-        sequence, memory = load.sequence, load.sequence.memory
-        size = memory.geometry.block_bytes
+        sequence = load.sequence
         try:
             if not load.is_current:
                 load.cancel()
@@ -143,9 +146,9 @@ class KVLoads:
                 _log.error("%s: loaded blocks do not follow what it has", load.sequence_id)
                 load.cancel()
                 return
+            mover = self._mover(sequence)
             for position, row in enumerate(loaded.data_NB, loaded.first):
-                block = int(sequence.blocks[position])
-                memory.data[block * size : (block + 1) * size] = row
+                mover.write_block(int(sequence.blocks[position]), row)
                 if (chain := load.now.chain) is not None:
                     plain, own = sequence.extend_hashes(position), sequence.live.namespace.fingerprint
                     sequence.block_names.convert(plain, chain.hashes[position], chain.fingerprint, own)

@@ -22,7 +22,7 @@ from remora.deployments.engine.sampler import Sampled
 from remora.deployments.engine.scheduler import Scheduler
 from remora.deployments.engine.sequence import Phase, Sequence
 from remora.kernels.base import KVMemory
-from remora.kernels.mover import KVMover
+from remora.kernels.mover import Mover, mover_of
 from remora.namespaces.commands import Admitted, OverQuota, Refused
 from remora.namespaces.sequence_commands import Edited
 from remora.platform.base import errors
@@ -62,9 +62,9 @@ class RequestBook:
         self._find_namespace = find_namespace
         self._post = post
         self._fence = fence
-        self.link = PoolLink(pool, self, config, copy_block=lambda each, *places: self._mover(each).copy_block(*places))
+        self.link = PoolLink(pool, self, config, copy_block=lambda each, *places: self.mover(each).copy_block(*places))
         self.counters = EngineCounters()
-        self._loads = KVLoads(loader, own_pool, self.counters, post=post, on_loaded=self.on_loaded)
+        self._loads = KVLoads(loader, own_pool, self.counters, post=post, on_loaded=self.on_loaded, mover=self.mover)
         self.outbox = Outbox()
         self.live: dict[RequestId, LiveRequest] = {}
         #: Requests whose further choices wait for the first one's prompt.
@@ -260,14 +260,14 @@ class RequestBook:
 
     # ---- contexts
 
-    def _mover(self, sequence: Sequence) -> KVMover:
-        return KVMover(sequence.memory, self._model.rope_inv_freq)
+    def mover(self, sequence: Sequence) -> Mover:
+        return mover_of(self._model.decoder, sequence.memory, self._model.rope_inv_freq)
 
     def edit_contexts(self) -> None:
         """Takes out of running sequences what must leave them now."""
         for sequence in list(self._scheduler.running):
             if (removal := sequence.due_removal) is not None:
-                if self._mover(sequence).can_move:
+                if self.mover(sequence).can_move:
                     self.link.edit(sequence, removal)
                 else:
                     self.on_edit_refused(sequence, "the KV of this model cannot be moved")
@@ -275,7 +275,7 @@ class RequestBook:
     def on_edited(self, sequence: Sequence, edited: Edited) -> None:
         """Moves what is left, and goes on with it."""
         try:
-            self._mover(sequence).move(edited.moves)
+            self.mover(sequence).move(edited.moves)
         except Exception as error:  # whatever it is, it concerns this sequence
             _log.exception("the tokens of %s cannot be moved", sequence.sequence_id)
             self.fail(sequence, error)

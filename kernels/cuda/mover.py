@@ -1,4 +1,4 @@
-"""kernels.mover.KVMover for memory on a device: copies blocks, and tokens to other positions."""
+"""A kernels.mover.Mover of memory on a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remora.platform.base.errors import KernelError
 
 
 class CudaMover:
-    """Each method returns when it is done on the device."""
+    """Shares the runtime with the decoder, and the engine's thread."""
 
     def __init__(self, runtime: Runtime, memory: KVMemory, rope_inv_freq: NDArray[np.float32] | None) -> None:
         self._runtime = runtime
@@ -27,21 +27,18 @@ class CudaMover:
         self.can_move = rope_inv_freq is not None and len(memory.geometry.groups) == 1
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies a whole block, whatever its precision. Raises KernelError for a place outside the memory."""
         check_block_places(self._memory, source, target)
         with self._runtime.turn():
             self._block(target).copy_(self._block(source))
             self._wait()
 
     def write_block(self, block: int, bytes_B: NDArray[np.uint8]) -> None:
-        """Writes a block that was read elsewhere. Raises KernelError for a place outside the memory."""
         check_block_places(self._memory, block)
         with self._runtime.turn():
             self._block(block).copy_(torch.from_numpy(bytes_B))
             self._wait()
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Does the moves; they may be repeated. Raises KernelError for a place outside the memory, before any byte."""
         if not moves:
             return
         if self._rope_inv_freq is None or not self.can_move:

@@ -7,7 +7,9 @@ from functools import cache
 import torch
 from engine_support import VOCAB, FakeModel
 
-from remora.kernels.base import DecoderShape, Weights
+from remora.kernels.base import Decoder, DecoderShape, Weights
+from remora.kernels.cuda.decoder import CudaDecoder
+from remora.kernels.cuda.runtime import Runtime
 from remora.kernels.registry import Backend, make_decoder
 from remora.namespaces.geometry import KVGeometry, LayerGroup
 
@@ -57,6 +59,14 @@ def random_weights() -> Weights:
 
 def tiny_llama(backend: Backend) -> FakeModel:
     num_threads = 2 if backend == "native" else 1
-    decoder = make_decoder(SHAPE, dict(random_weights()), LLAMA_GEOMETRY, num_threads=num_threads, backend=backend)
+    return _on(make_decoder(SHAPE, dict(random_weights()), LLAMA_GEOMETRY, num_threads=num_threads, backend=backend))
+
+
+def tiny_llama_on(runtime: Runtime) -> FakeModel:
+    """On a GPU, or what stands for one."""
+    return _on(CudaDecoder(SHAPE, random_weights(), LLAMA_GEOMETRY, runtime, attention="cuda"))
+
+
+def _on(decoder: Decoder) -> FakeModel:
     inv_freq = random_weights()["rope_inv_freq"].numpy()
-    return FakeModel(name=f"tiny llama, {backend}", decoder=decoder, rope_inv_freq=inv_freq)
+    return FakeModel(name=f"tiny llama, {decoder.name}", decoder=decoder, rope_inv_freq=inv_freq)
