@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remora.cache_actors.arena_header import HEADER_BYTES, ArenaHeader, ArenaIdentity
+from remora.cache_actors.memory_budget import available_memory_bytes
 from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.errors import ArenaError
 
@@ -58,6 +59,10 @@ class MappedArena(Protocol):
     def zero(self, offset: int, num_bytes: int) -> None: ...
 
     def copy(self, source: int, target: int, num_bytes: int) -> None: ...
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has yet."""
+        ...
 
     def close(self) -> None: ...
 
@@ -195,6 +200,9 @@ class Arena:
         if min(source, target) < 0 or max(source, target) + num_bytes > len(self.data):
             raise ValueError(f"{source} or {target} .. +{num_bytes} is outside the arena's {len(self.data)} bytes")
         self.data[target : target + num_bytes] = self.data[source : source + num_bytes]
+
+    def free_bytes(self) -> int:
+        return max(0, available_memory_bytes())
 
     def close(self) -> None:
         """Unmaps (as soon as no array refers to `data`) and gives ownership up. The file stays."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,11 +34,18 @@ def checksum(block: NDArray[np.uint8]) -> int:
     return zlib.crc32(block.data)
 
 
+def host_bytes(data: Any, start: int, end: int) -> NDArray[np.uint8]:
+    """A range of an arena: a view, or a copy of what lies on a GPU."""
+    part = data[start:end]
+    found: NDArray[np.uint8] = part.get() if hasattr(part, "get") else part
+    return found
+
+
 def copy_blocks(data: NDArray[np.uint8], blocks: Sequence[int], into_NB: NDArray[np.uint8]) -> tuple[int, ...]:
     """Copies blocks out of an arena; returns the checksum of each as it lay there."""
     size, sums = into_NB.shape[1], []
     for row, block in zip(into_NB, blocks, strict=True):
-        source = data[block * size : (block + 1) * size]
+        source = host_bytes(data, block * size, (block + 1) * size)
         sums.append(checksum(source))
         row[:] = source
     return tuple(sums)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from remora.cache_actors.block_exports import checksum
+from remora.cache_actors.block_exports import checksum, host_bytes
 from remora.cache_actors.byte_link import Link, LinkAddress, LinkServer, may_link, node_ip
 from remora.namespaces.hold_commands import Held
 from remora.platform.base.ids import HoldId
@@ -125,7 +125,7 @@ class BlockServer:
         _reply(link, BlocksReply(), self._rows(blocks, size))
 
     def _rows(self, blocks: Sequence[int], size: int) -> list[NDArray[np.uint8]]:
-        return [self._data[block * size : (block + 1) * size] for block in blocks]
+        return [host_bytes(self._data, block * size, (block + 1) * size) for block in blocks]
 
 
 def _reply(link: Link, reply: BlocksReply, rows: Sequence[NDArray[np.uint8]] = ()) -> None:

@@ -103,6 +103,9 @@ class CudaArena:
         self._runtime.memcpy(self._pointer + target, self._pointer + source, num_bytes, _DEVICE_TO_DEVICE)
         self._runtime.deviceSynchronize()
 
+    def free_bytes(self) -> int:
+        return int(self._runtime.memGetInfo()[0])
+
     def close(self) -> None:
         """Unmaps, or frees if this process allocated. `data` must not be used any more."""
         if self._pointer:

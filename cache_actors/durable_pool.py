@@ -19,7 +19,6 @@ from remora.cache_actors.arena import MappedArena
 from remora.cache_actors.arena_header import MAX_LEASES
 from remora.cache_actors.arena_place import PlacedArena, find_arena, make_arena, remove_arena
 from remora.cache_actors.journal_file import JournalFile, JournalLog, read_journal_file
-from remora.cache_actors.memory_budget import available_memory_bytes
 from remora.cache_actors.pool_settings import PoolSettings
 from remora.cache_actors.stale_files import journal_path
 from remora.kernels.reencoder import HostMemory, reencode_blocks
@@ -171,7 +170,7 @@ class DurablePool:
             PoolStateConfig(
                 data_bytes=int(device.arena_bytes),
                 extent_bytes=int(device.extent_bytes),
-                reserved_bytes=int(reserved) if reserved is not None else max(0, available_memory_bytes()),
+                reserved_bytes=int(reserved) if reserved is not None else placed.arena.free_bytes(),
                 incarnation=placed.arena.header.incarnation,
                 eviction=device.eviction,
                 max_leases=MAX_LEASES,

@@ -52,7 +52,7 @@ from remora.namespaces.commands import (
     Tick,
     Trim,
 )
-from remora.namespaces.hold_commands import Held, Hold, Unhold
+from remora.namespaces.hold_commands import Hold, Unhold
 from remora.namespaces.quantise_commands import Quantise
 from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
@@ -131,15 +131,15 @@ class PoolActor:
     # ---- readers from outside ----------------------------------------------------------------------------------------
 
     async def hold(self, data: bytes) -> bytes:
-        """Answers a Hold with HoldReply: cached blocks that stay as they are for a while. A GPU's are not read yet."""
+        """Answers a Hold with HoldReply: cached blocks that stay as they are for a while."""
         command = msgspec.msgpack.decode(data, type=Hold)
-        held = as_held(self._commit([hold_command(command)])[0]) if self._settings.device.kind == "cpu" else Held()
+        held = as_held(self._commit([hold_command(command)])[0])
         arena = self._pool.arena
         return msgspec.msgpack.encode(
             HoldReply(
                 held=held,
                 node_id=self._settings.node_id,
-                arena_path=str(arena.path),
+                arena_path=str(arena.path) if self._settings.device.kind == "cpu" else "",
                 incarnation=arena.header.incarnation,
             )
         )

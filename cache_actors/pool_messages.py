@@ -66,7 +66,7 @@ class HoldReply(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader from outside the pool may read, and how it gets there."""
 
     held: Held
-    #: Ray's id of the pool's node: processes there map the arena, others ask for the bytes.
+    #: Ray's id of the pool's node: processes there map the arena if it has a path, others ask for the bytes.
     node_id: str
     arena_path: str
     incarnation: int

@@ -83,7 +83,7 @@ class RemotePool:
             self._on_silent()
             raise
         reply = msgspec.msgpack.decode(data, type=HoldReply)
-        if reply.node_id == self._node_id:
+        if reply.node_id == self._node_id and reply.arena_path:
             return MappedBlocks(self._actor, command.hold_id, reply)
         link = self.links.take() if reply.held.blocks else None
         if link is None:

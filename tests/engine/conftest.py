@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# Test modules are not packages (--import-mode=importlib); this makes engine_support importable for them.
-sys.path.append(str(Path(__file__).parent))
+# Test modules are not packages (--import-mode=importlib); this makes engine_support importable for them, and what tests
+# of pools have.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit" / "cache_actors")]
 
 if TYPE_CHECKING:
     from engine_support import Harness

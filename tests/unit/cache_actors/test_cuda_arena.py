@@ -1,13 +1,12 @@
-"""The GPU arena against a stand-in for CuPy that checks the calls: memory is real bytes, handles are numbers."""
+"""The GPU arena against a stand-in for CuPy."""
 
 from __future__ import annotations
 
 import sys
-import types
 from pathlib import Path
 
-import numpy as np
 import pytest
+from fake_cupy import FakeRuntime, fake_cupy
 
 from remora.cache_actors.arena_header import ArenaIdentity
 from remora.cache_actors.cuda_arena import CudaArena
@@ -16,74 +15,11 @@ from remora.platform.base.errors import ArenaError
 BYTES = 1 << 16
 
 
-class CUDARuntimeError(RuntimeError):
-    pass
-
-
-class FakeRuntime:
-    """One GPU with 1 MiB."""
-
-    CUDARuntimeError = CUDARuntimeError
-
-    def __init__(self) -> None:
-        self.allocations: dict[int, np.ndarray] = {}
-        self.opened: dict[int, int] = {}
-        self.pending: list[tuple[int, int, int]] = []
-
-    def malloc(self, size: int) -> int:
-        if size > 1 << 20:
-            raise CUDARuntimeError("out of memory")
-        pointer = 0x1000_0000 * (len(self.allocations) + 1)
-        self.allocations[pointer] = np.full(size, 0xAA, np.uint8)
-        return pointer
-
-    def free(self, pointer: int) -> None:
-        del self.allocations[pointer]
-
-    def memset(self, pointer: int, value: int, size: int) -> None:
-        self.pending.append((pointer, value, size))
-
-    def deviceSynchronize(self) -> None:
-        for pointer, value, size in self.pending:
-            base = max(start for start in self.allocations if start <= pointer)
-            self.allocations[base][pointer - base : pointer - base + size] = value
-        self.pending = []
-
-    def ipcGetMemHandle(self, pointer: int) -> bytes:
-        assert pointer in self.allocations
-        return pointer.to_bytes(64, "little")
-
-    def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
-        assert flags == 1
-        exported = int.from_bytes(handle, "little")
-        if exported not in self.allocations:
-            raise CUDARuntimeError("invalid handle")
-        self.opened[exported + 0x8000_0000_0000] = exported
-        return exported + 0x8000_0000_0000
-
-    def ipcCloseMemHandle(self, pointer: int) -> None:
-        del self.opened[pointer]
-
-    def getDevice(self) -> int:
-        return 0
-
-    def getDeviceProperties(self, device: int) -> dict[str, bytes]:
-        return {"uuid": bytes(range(16))}
-
-
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    runtime = FakeRuntime()
-    cupy = types.ModuleType("cupy")
-    cupy.uint8 = np.uint8  # type: ignore[attr-defined]
-    cupy.ndarray = lambda shape, dtype, memptr: (shape, dtype, memptr)  # type: ignore[attr-defined]
-    cupy.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
-        runtime=runtime,
-        UnownedMemory=lambda pointer, size, owner: (pointer, size),
-        MemoryPointer=lambda memory, offset: (memory, offset),
-    )
+    cupy = fake_cupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    return runtime
+    return cupy.cuda.runtime
 
 
 def identity(data_bytes: int = BYTES) -> ArenaIdentity:
@@ -94,14 +30,17 @@ def test_memory_is_zeroed_shared_by_handle_and_given_back(runtime: FakeRuntime, 
     arena = CudaArena.create(tmp_path / "gpu0.arena", identity())
     (memory,) = runtime.allocations.values()
     assert not memory.any()
+    assert arena.free_bytes() == (1 << 20) - BYTES
     assert (tmp_path / "gpu0.arena").stat().st_size < 1 << 17, "the file holds the header only"
     replica = CudaArena.open_ipc(arena.path, arena.ipc_handle())
-    assert replica.data == ((BYTES,), np.uint8, ((next(iter(runtime.opened)), BYTES), 0))
+    assert list(runtime.opened.values()) == list(runtime.allocations)
     arena.header.set_generation(3, 9)
     assert replica.header.may_emit(3, 9, arena.header.incarnation)
     memory[:] = 5
     arena.zero(10, 20)
-    assert memory.nonzero()[0].tolist() == [*range(10), *range(30, BYTES)]
+    assert replica.data.nonzero()[0].tolist() == [*range(10), *range(30, BYTES)]
+    arena.copy(0, 10, 10)
+    assert replica.data.nonzero()[0].tolist() == [*range(20), *range(30, BYTES)]
     with pytest.raises(ValueError, match="outside"):
         arena.zero(BYTES - 1, 2)
     replica.close()
