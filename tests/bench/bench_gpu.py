@@ -246,6 +246,13 @@ def main() -> None:
     bench = GpuBench(device, timer, sizes, ceilings, data)
     for part in (bench.decode, bench.prefill, bench.blocks):
         print("\n".join(part()), flush=True)
+    del bench, data
+    cupy.get_default_memory_pool().free_all_blocks()
+    from gpu_decoder import decoder_lines
+
+    from remora.kernels.cuda.card import CardRuntime
+
+    print("\n".join(decoder_lines(CardRuntime())))
 
 
 if __name__ == "__main__":

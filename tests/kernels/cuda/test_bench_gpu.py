@@ -5,22 +5,30 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
 from remora.kernels.cuda.host.emulator import HostDevice
+from remora.kernels.cuda.host.runtime import EmulatedRuntime
 
-_PATH = Path(__file__).parents[2] / "bench" / "bench_gpu.py"
+_FOLDER = Path(__file__).parents[2] / "bench"
+
+
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"remora_{name}", _FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_gpu_benchmark_measures_every_operation(device: HostDevice) -> None:
-    spec = importlib.util.spec_from_file_location("remora_bench_gpu", _PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    bench_gpu = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = bench_gpu
-    spec.loader.exec_module(bench_gpu)
+    bench_gpu = _module("bench_gpu")
     sizes = bench_gpu.Sizes(
         num_sequences=2,
         context_len=64,
@@ -58,3 +66,20 @@ def test_the_gpu_benchmark_measures_every_operation(device: HostDevice) -> None:
     assert lines[4].startswith("decode, int8 K, int4 V")
     assert f"({2 * 64 * 2 * (66 + 34) / 0.5e-3 / 1e9:6.1%})" in lines[4]
     assert not data.reshape(bench.num_blocks, -1)[: bench.num_blocks // 2].any()
+
+
+def test_the_gpu_benchmark_runs_the_decoder_launched_and_captured(runtime: EmulatedRuntime) -> None:
+    gpu_decoder = _module("gpu_decoder")
+    shape = replace(
+        gpu_decoder.ONE_B, num_layers=1, hidden_size=96, intermediate_size=96, num_attention_heads=3, num_kv_heads=1,
+        vocab_size=50,
+    )  # fmt: skip
+    before = runtime.num_replays
+    name, launched, captured, prompt = gpu_decoder.decoder_lines(
+        runtime, shape=shape, num_sequences=2, context_len=20, prefill_rows=18, block_tokens=16, num_runs=1
+    )
+    assert name == "cuda-bf16 on emulated, attention remora.cuda"
+    assert launched.startswith("decoder, 2 rows at 20, launched: ")
+    assert captured.startswith("decoder, 2 rows at 20, captured: ")
+    assert prompt.startswith("decoder, prompt of 18: ")
+    assert runtime.num_replays == before + 3
