@@ -45,10 +45,12 @@ from remora.deployments.idle_watch import IdleWatch
 from remora.deployments.model_card import ModelCard
 from remora.deployments.models.compatible import compatible_identities
 from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load_target import device_target
 from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.pipeline.stage_group import StageGroup, thread_counts
 from remora.deployments.pipeline.stage_split import stage_split
 from remora.deployments.stall import StallWatch
+from remora.kernels.base import check_decoder_health
 from remora.kernels.stages import StagePart
 from remora.namespaces.geometry import Precision
 from remora.platform.base.clock import SystemClock
@@ -101,6 +103,7 @@ class ModelReplica:
             self._model_config,
             block_tokens=self._device.block_tokens,
             num_threads=self._device.num_threads,
+            target=await asyncio.to_thread(device_target, self._device, self._model_config),
             part=part,
         )
         check_gate(self._model_config, self._model.geometry, self._model.fingerprint, state_dir)
@@ -114,7 +117,7 @@ class ModelReplica:
             geometry=self._model.geometry,
             fingerprint=self._model.fingerprint,
             relocates=True,
-            reserved_bytes=self._model.weights_bytes,
+            reserved_bytes=self._model.reserved_bytes,
             on_lost=self._die,
         )
         self._formats = NamespaceFormats(
@@ -319,11 +322,14 @@ class ModelReplica:
     # ---- called by Serve ---------------------------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Raises Unavailable when the lease is lost or the engine does not get on; Serve then replaces the replica."""
+        """Raises Unavailable when the lease is lost or the engine does not get on, KernelError when the decoder cannot;
+        Serve then replaces the replica."""
         stats = self._engine.stats()
         if stats.is_fenced or not self._lease.may_emit():
             raise Unavailable("the lease is lost")
         self._stall.check(stats)
+        # What cannot compute any more, a GPU after a fault, serves nobody.
+        check_decoder_health(self._model.decoder)
 
     async def __del__(self) -> None:
         """Serve's orderly end: stops the engine, gives the lease back, leaves the directory."""

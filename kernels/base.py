@@ -112,3 +112,10 @@ class StageDecoder(Decoder, Protocol):
         """As `forward`, from what the stage before has given (None where tokens are embedded, and only there): the
         residual stream hidden_TH, or, with a head, logits_RV; valid until the next call."""
         ...
+
+
+def check_decoder_health(decoder: Decoder) -> None:
+    """Raises KernelError when the decoder can compute nothing more in this process, where it can tell."""
+    check = getattr(decoder, "check_health", None)
+    if check is not None:
+        check()

@@ -10,16 +10,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from remora.cache_actors.memory_budget import available_memory_bytes
+from remora.cache_actors.memory_budget import MiB
 from remora.deployments.models.folder_tokenizer import folder_chat_tokenizer
 from remora.deployments.models.gguf_file import GGUFFile
 from remora.deployments.models.gguf_tokenizer import gguf_chat_tokenizer
 from remora.deployments.models.kv_identity import KVIdentity
+from remora.deployments.models.load_target import LoadTarget, host_target
 from remora.deployments.models.model_spec import ModelSpec, served_context_len
 from remora.deployments.models.source import resolve_source
 from remora.deployments.models.tokenizer import ChatTokenizer
@@ -36,13 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
-MiB = 1024 * 1024
-
-
-class MakeDecoder(Protocol):
-    """kernels/registry.py's make_decoder, or a decoder's class."""
-
-    def __call__(self, shape: DecoderShape, weights: Weights, geometry: KVGeometry, *, num_threads: int) -> Decoder: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +59,15 @@ class LoadedModel:
     vocab_size: int
     #: Memory of the weights.
     weights_bytes: int
+    #: Memory of the device that its steps take besides; 0: the host's, which is not set aside.
+    workspace_bytes: int = 0
     #: Frequencies of the rotation of K; None where they are not known (transformers).
     rope_inv_freq: NDArray[np.float32] | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What a pool sets aside for it."""
+        return self.weights_bytes + self.workspace_bytes
 
     @property
     def kv_identity(self) -> KVIdentity:
@@ -105,7 +106,6 @@ def read_kv_identity(
         block_tokens=block_tokens,
         num_threads=num_threads or len(os.sched_getaffinity(0)),
         say=progress or (lambda line: logger.info("model %s: %s", model.name, line)),
-        make_decoder=None,
     ).identity()
 
 
@@ -114,7 +114,7 @@ def read_shape(model: ModelConfig) -> DecoderShape:
 
     Raises ModelError as load_model does, and for a model that runs through transformers.
     """
-    loader = _Loader(model=model, block_tokens=32, num_threads=1, say=logger.debug, make_decoder=None)
+    loader = _Loader(model=model, block_tokens=32, num_threads=1, say=logger.debug)
     return loader.splittable().spec.shape
 
 
@@ -124,15 +124,15 @@ def load_model(
     block_tokens: int,
     num_threads: int | None = None,
     progress: Progress | None = None,
-    make_decoder: MakeDecoder | None = None,
+    target: LoadTarget | None = None,
     part: StagePart | None = None,
 ) -> LoadedModel:
     """Reads, checks and packs a model; needs little more memory than the packed weights.
 
     `num_threads`: default: the cores of this process; `progress` is told a line now and then (default: the log);
-    `make_decoder`: default kernels/registry.py's; `part`: a stage of the model, with the weights and the KV geometry of
-    its layers only (default: the whole model). Raises ModelError for what cannot be served right, and for a model
-    larger than the memory that is available, before any weight is read.
+    `target`: default the memory and the cores of this process; `part`: a stage of the model, with the weights and the
+    KV geometry of its layers only (default: the whole model). Raises ModelError for what cannot be served right, and
+    for a model larger than the memory that is available, before any weight is read.
     """
     say: Progress = progress or (lambda line: logger.info("model %s: %s", model.name, line))
     loader = _Loader(
@@ -140,19 +140,10 @@ def load_model(
         block_tokens=block_tokens,
         num_threads=num_threads or len(os.sched_getaffinity(0)),
         say=say,
-        make_decoder=make_decoder,
+        target=target,
         part=part if part is not None and not part.is_whole else None,
     )
     return loader.load()
-
-
-def check_memory(name: str, needed_bytes: int, available_bytes: int) -> None:
-    """Raises ModelError with both numbers when weights do not fit."""
-    if needed_bytes > available_bytes:
-        raise ModelError(
-            f"model {name!r} needs {needed_bytes // MiB} MiB for its weights, and {available_bytes // MiB} MiB of "
-            "memory are available; choose `weights: int8`, a smaller model, or a machine with more memory."
-        )
 
 
 def _weights_id(content: bytes, maths: str) -> str:
@@ -186,7 +177,7 @@ class _Loader:
     block_tokens: int
     num_threads: int
     say: Progress
-    make_decoder: MakeDecoder | None
+    target: LoadTarget | None = None
     part: StagePart | None = None
 
     def load(self) -> LoadedModel:
@@ -262,17 +253,21 @@ class _Loader:
     def _own(self, native: _Native) -> LoadedModel:
         from remora.deployments.models.canonical_weights import CanonicalWeights
 
-        spec = native.spec
+        spec, target = native.spec, self.target or host_target()
         canonical = CanonicalWeights(spec, native.source, self.say)
         shape, geometry, weights, needed_bytes = self._part_of(spec, canonical)
-        self._check_memory(needed_bytes)
+        if target.kind != "cpu":
+            # A tied head is the embedding itself.
+            needed_bytes = min(needed_bytes, canonical.num_bytes(canonical))
+        workspace_bytes = target.workspace_bytes(shape)
+        target.check_memory(self.model.name, needed_bytes, workspace_bytes)
         weights_id = self._native_weights_id(native)
         rope_inv_freq = np.asarray(spec.rope_inv_freq, np.float64).astype(np.float32)
         self.say(f"packing {needed_bytes // MiB} MiB of {self.model.weights} weights")
         if canonical.num_exact():
             self.say(f"{canonical.num_exact()} matrices are taken over from the file exactly")
         return self._loaded(
-            decoder=self._make_decoder()(shape, weights, geometry, num_threads=self.num_threads),
+            decoder=target.make_decoder(shape, weights, geometry, num_threads=self.num_threads),
             shape=shape,
             geometry=geometry,
             weights_id=weights_id,
@@ -280,6 +275,7 @@ class _Loader:
             max_model_len=spec.max_model_len,
             vocab_size=spec.shape.vocab_size,
             weights_bytes=needed_bytes,
+            workspace_bytes=workspace_bytes,
             rope_inv_freq=rope_inv_freq,
         )
 
@@ -304,8 +300,14 @@ class _Loader:
         from remora.deployments.models.transformers_probe import check_paged_logits
 
         model, (folder, config, context_len, tokenizer) = self.model, foreign
+        target = self.target or host_target()
+        if target.kind != "cpu":
+            raise ModelError(
+                f"model {model.name!r} runs through transformers, which is served on devices of kind cpu only; choose "
+                "one of those, or a model of the Llama family."
+            )
         needed_bytes = transformers_bytes(folder, model)
-        self._check_memory(needed_bytes)
+        target.check_memory(model.name, needed_bytes)
         kind = str(config.model_type)
         logger.warning("model %s (%s) runs through transformers: slower than the own decoder", model.name, kind)
         self.say(f"loading {needed_bytes // MiB} MiB of {model.weights} weights through transformers (slower)")
@@ -335,16 +337,6 @@ class _Loader:
             weights_bytes=needed_bytes,
         )
 
-    def _make_decoder(self) -> MakeDecoder:
-        if self.make_decoder is not None:
-            return self.make_decoder
-        from remora.kernels.registry import make_decoder
-
-        return make_decoder
-
-    def _check_memory(self, needed_bytes: int) -> None:
-        check_memory(self.model.name, needed_bytes, available_memory_bytes())
-
     def _hash(self, files: list[Path]) -> bytes:
         from remora.deployments.models.weights_id import files_hash
 
@@ -362,6 +354,7 @@ class _Loader:
         max_model_len: int,
         vocab_size: int,
         weights_bytes: int,
+        workspace_bytes: int = 0,
         rope_inv_freq: NDArray[np.float32] | None = None,
     ) -> LoadedModel:
         self.say(f"ready: {decoder.name}, context {max_model_len}, {geometry.block_bytes} bytes of KV a block")
@@ -377,5 +370,6 @@ class _Loader:
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=vocab_size,
             weights_bytes=weights_bytes,
+            workspace_bytes=workspace_bytes,
             rope_inv_freq=rope_inv_freq,
         )

@@ -148,6 +148,7 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     #: Of this stage's layers only: what its lease on its pool has.
     geometry: KVGeometry
     fingerprint: bytes
+    #: With what its steps take of the device, where that is set aside.
     weights_bytes: int
     decoder: str
     #: Whoever takes a lease for the stage names this process: it is the one that writes.

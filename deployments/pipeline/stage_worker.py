@@ -16,6 +16,7 @@ from remora.cache_actors.arena import Arena, ArenaView
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.step_lock import StepLock
 from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load_target import device_target
 from remora.deployments.pipeline.base import StageCard, StageLease, StageStats
 from remora.deployments.pipeline.pipeline_decoder import PipelineLimits
 from remora.deployments.pipeline.rings import open_ring
@@ -53,6 +54,7 @@ class StageWorker:
             self._model_config,
             block_tokens=self._device.block_tokens,
             num_threads=self._device.num_threads,
+            target=device_target(self._device, self._model_config),
             part=self._part,
         )
         return StageCard(
@@ -60,7 +62,7 @@ class StageWorker:
             first_layer=self._part.first_layer,
             geometry=model.geometry,
             fingerprint=model.fingerprint,
-            weights_bytes=model.weights_bytes,
+            weights_bytes=model.reserved_bytes,
             decoder=model.decoder.name,
             process=process_identity(),
             node_id=ray.get_runtime_context().get_node_id(),

@@ -66,3 +66,10 @@ class CardRuntime(TorchArrays, CupyDevice):
 
     def memory(self) -> MemoryState:
         return MemoryState(*torch.cuda.mem_get_info(self.torch_device))
+
+    def failure(self) -> str:
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        except RuntimeError as error:
+            return str(error)
+        return ""

@@ -9,6 +9,7 @@ Shapes: T rows of a graph, C columns of its table.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from remora.kernels.cuda.runtime import Captured, Runtime
 from remora.kernels.cuda.step import Arena, DeviceRows
 from remora.kernels.step_check import StepRows
 from remora.namespaces.geometry import KVGeometry
+
+_log = logging.getLogger(__name__)
 
 #: Captured steps that are kept; each holds its activations.
 _MAX_GRAPHS = 24
@@ -62,6 +65,7 @@ class DecodeGraphs:
         self._hidden_size = hidden_size
         self._num_seen: dict[_Key, int] = {}
         self._graphs: OrderedDict[_Key, _Graph] = OrderedDict()
+        self._is_given_up = False
 
     def run(
         self, batch: StepBatch, rows: StepRows, arena: Arena, hidden_TH: NDArray[np.float32] | None
@@ -70,7 +74,7 @@ class DecodeGraphs:
 
         Raises KernelError, before anything is queued, for a block outside the arena.
         """
-        key = self._key(batch, arena)
+        key = None if self._is_given_up else self._key(batch, arena)
         if key is None:
             return None
         graph = self._graphs.get(key)
@@ -81,6 +85,8 @@ class DecodeGraphs:
         check_tables(batch, arena.layout, arena.data)
         if graph is None:
             graph = self._capture(key, arena, batch, rows, hidden_TH)
+            if graph is None:
+                return None
         else:
             self._graphs.move_to_end(key)
             self._fill(graph, batch, rows, hidden_TH)
@@ -106,7 +112,7 @@ class DecodeGraphs:
 
     def _capture(
         self, key: _Key, arena: Arena, batch: StepBatch, rows: StepRows, hidden_TH: NDArray[np.float32] | None
-    ) -> _Graph:
+    ) -> _Graph | None:
         runtime, count = self._runtime, key.num_rows
         assert isinstance(arena.attention, CudaAttention), "only our kernels are captured"
         num_columns = -(-key.context_len // arena.layout.block_tokens)
@@ -134,7 +140,13 @@ class DecodeGraphs:
         self._fill(graph, batch, rows, hidden_TH)
         # Compiles, loads and allocates what a capture must not; stores what the replay then stores again.
         self._compute(device_rows)
-        captured = runtime.capture(lambda: self._compute(device_rows))
+        try:
+            captured = runtime.capture(lambda: self._compute(device_rows))
+        except RuntimeError as error:  # torch's
+            _log.warning("steps are launched kernel by kernel from now on: they cannot be captured: %s", error)
+            self._is_given_up = True
+            self._graphs.clear()
+            return None
         graph = self._graphs[key] = _Graph(
             rows=device_rows, device_ints=device_ints, host_ints=graph.host_ints, captured=captured
         )

@@ -56,6 +56,7 @@ class CudaDecoder:
         self._dtype = matrix_dtype(shape)
         self._scale = shape.head_dim**-0.5 if shape.attention_scale is None else shape.attention_scale
         self._prefer = attention
+        self._failure = ""
         self._attentions: dict[KVGeometry, PagedAttention] = {}
         with runtime.turn():
             self._attention_of(geometry)
@@ -78,7 +79,7 @@ class CudaDecoder:
             self._attention_of(geometry)
 
     def mover(self, memory: KVMemory, rope_inv_freq: NDArray[np.float32] | None) -> CudaMover:
-        """What kernels.mover.KVMover does in host memory, for a memory on this device."""
+        """For kernels.mover.mover_of."""
         return CudaMover(self._runtime, memory, rope_inv_freq)
 
     def forward(self, batch: StepBatch, memory: KVMemory) -> NDArray[np.float32]:
@@ -102,18 +103,27 @@ class CudaDecoder:
             raise KernelError("hidden states are for stages without an embedding, and only for those")
         if hidden_TH is not None and hidden_TH.shape != (batch.num_tokens, shape.hidden_size):
             raise KernelError(f"hidden states do not fit {batch.num_tokens} tokens of {shape.hidden_size} values")
-        with runtime.turn():
-            arena = Arena(
-                data=runtime.tensor(memory.data), layout=layout, attention=self._attention_of(memory.geometry)
-            )
-            done = self._graphs.run(batch, rows, arena, hidden_TH)
-            if done is None:
-                device_rows = upload_rows(runtime, batch, rows, arena, hidden_TH)
-                done = self._compute(device_rows), device_rows.not_finite_S
-            result, marks_S = done
-            values: NDArray[np.float32] = runtime.download(result)
-            batch.not_finite_S[: batch.num_sequences] = runtime.download(marks_S)
+        try:
+            with runtime.turn():
+                arena = Arena(
+                    data=runtime.tensor(memory.data), layout=layout, attention=self._attention_of(memory.geometry)
+                )
+                done = self._graphs.run(batch, rows, arena, hidden_TH)
+                if done is None:
+                    device_rows = upload_rows(runtime, batch, rows, arena, hidden_TH)
+                    done = self._compute(device_rows), device_rows.not_finite_S
+                result, marks_S = done
+                values: NDArray[np.float32] = runtime.download(result)
+                batch.not_finite_S[: batch.num_sequences] = runtime.download(marks_S)
+        except RuntimeError as error:  # torch's and CuPy's
+            self._failure = runtime.failure()
+            raise KernelError(f"a step of {batch.num_tokens} tokens failed on {runtime.name}: {error}") from error
         return values
+
+    def check_health(self) -> None:
+        """Raises KernelError when nothing more can be computed in this process."""
+        if self._failure:
+            raise KernelError(f"{self._runtime.name} is lost to this process: {self._failure}")
 
     def _attention_of(self, geometry: KVGeometry) -> PagedAttention:
         attention = self._attentions.get(geometry)

@@ -64,6 +64,11 @@ class Runtime(Device, Protocol):
 
     def memory(self) -> MemoryState: ...
 
+    def failure(self) -> str:
+        """Why the device can do nothing more for this process, as after an access to memory that is nobody's; "" while
+        it can."""
+        ...
+
 
 class TorchArrays:
     """The arrays of a Device as torch tensors."""

@@ -248,6 +248,13 @@ def _check_devices(model: ModelConfig, devices: dict[str, DeviceConfig]) -> None
                 f"{where}.{field}: block_tokens of {name!r} are {devices[name].block_tokens}, those of {first!r} "
                 f"{devices[first].block_tokens}"
             )
+    on_gpu = [name for name in model.devices if devices[name].kind == "cuda"]
+    if on_gpu and model.weights in ("int8", "int4"):
+        raise ValueError(
+            f"{where}.weights: {model.weights} is not served on GPUs yet, and {on_gpu[0]!r} is one; bf16 and fp32 are"
+        )
+    if on_gpu and model.backend == "transformers":
+        raise ValueError(f"{where}.backend: transformers is not served on GPUs, and {on_gpu[0]!r} is one; auto is")
 
 
 def _explain(error: ValidationError) -> str:

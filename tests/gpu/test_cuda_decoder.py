@@ -1,22 +1,11 @@
-"""The decoder on a card: the comparisons that tests/kernels/cuda makes by emulation."""
+"""The decoder, and an engine over it, on a card: the comparisons that are made elsewhere by emulation."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from emulated_tests import emulated_tests
-
-from remora.kernels.cuda.card import CardRuntime
+from emulated_tests import all_of, emulated_tests
 
 pytestmark = pytest.mark.gpu
 
-
-@pytest.fixture(scope="session")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> CardRuntime:
-    return CardRuntime(Path(tmp_path_factory.mktemp("cubins")))
-
-
-globals().update(
-    {name: value for name, value in vars(emulated_tests("test_cuda_decoder")).items() if "test_" in name[:5]}
-)
+globals().update(all_of(emulated_tests("test_cuda_decoder")))
+globals().update(all_of(emulated_tests("test_cuda_llama", "engine"), "models", "pair"))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_tests import emulated_tests
+from emulated_tests import all_of, emulated_tests
 
 from remora.cache_actors.arena_header import ArenaIdentity
 from remora.cache_actors.cuda_arena import CudaArena
@@ -28,7 +28,7 @@ _attention = emulated_tests("test_cuda_attention")
 _operations = emulated_tests("test_cuda_operations")
 _quantised = emulated_tests("test_cuda_quantised")
 for _module in (_attention, _operations, _quantised):
-    globals().update({name: value for name, value in vars(_module).items() if name.startswith("test_")})
+    globals().update(all_of(_module))
 
 
 def _decode(device: CupyDevice, world: Any, rows: list[tuple[int, int, int]], max_context_len: int) -> Any:

@@ -25,6 +25,7 @@ class EmulatedRuntime(TorchArrays, HostDevice):
         super().__init__(cache_dir, compiler)
         #: Tests set it.
         self.state = MemoryState(1 << 40, 1 << 40)
+        self.broken_by = ""
         self.num_captures = self.num_replays = 0
 
     def turn(self) -> AbstractContextManager[None]:
@@ -57,3 +58,6 @@ class EmulatedRuntime(TorchArrays, HostDevice):
 
     def memory(self) -> MemoryState:
         return self.state
+
+    def failure(self) -> str:
+        return self.broken_by

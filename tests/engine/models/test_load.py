@@ -14,10 +14,14 @@ import torch
 from model_support import save_tiny
 from safetensors.torch import load_file, save_file
 
-from remora.deployments.models import load as load_module
-from remora.deployments.models.load import check_memory, load_model, load_tokenizer
+from remora.deployments.models import load_target
+from remora.deployments.models.load import load_model, load_tokenizer
+from remora.deployments.models.load_target import check_memory, cuda_target, device_target, host_target
 from remora.deployments.models.source import resolve_source
 from remora.deployments.models.weights_id import files_hash
+from remora.kernels.cuda.host.runtime import EmulatedRuntime
+from remora.kernels.cuda.runtime import MemoryState
+from remora.platform.base.config import DeviceConfig
 from remora.platform.base.errors import ModelError
 from remora.platform.base.model_config import ModelConfig
 
@@ -144,14 +148,44 @@ def test_a_model_larger_than_memory_is_refused_before_loading_with_both_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(tmp_path, "llama", vocab_size=60_000)
-    monkeypatch.setattr(load_module, "available_memory_bytes", lambda: 8 * 1024 * 1024)
+    monkeypatch.setattr(load_target, "available_memory_bytes", lambda: 8 * 1024 * 1024)
 
     def never(*args: object, **options: object) -> Any:
         raise AssertionError("a weight was loaded")
 
     with pytest.raises(ModelError, match=r"needs 2[89] MiB for its weights, and 8 MiB of memory are available"):
-        load_model(config(tmp_path, weights="fp32"), block_tokens=16, num_threads=1, make_decoder=never)
+        load_model(config(tmp_path, weights="fp32"), block_tokens=16, num_threads=1, target=host_target(never))
     check_memory("m", 100, 100)
+
+
+def test_a_model_for_a_gpu_is_loaded_there_or_refused_by_what_does_not_fit(
+    tmp_path: Path, runtime: EmulatedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, "llama")
+    model = config(tmp_path, kv_precision="fp32", weights="fp32", max_step_tokens=64)
+    loaded = load_model(model, block_tokens=16, num_threads=1, target=cuda_target(runtime, model))
+    assert loaded.decoder.name.startswith("cuda-fp32 on emulated")
+    # Frequencies are not counted.
+    assert 0 <= loaded.decoder.weight_bytes - loaded.weights_bytes < 1024
+    assert loaded.fingerprint == load(tmp_path).fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "state", MemoryState(200 << 20, 1 << 30))
+        with pytest.raises(
+            ModelError, match=r"MiB for its steps, and beside the arena 200 MiB of the GPU are free; lower"
+        ):
+            load_model(model, block_tokens=16, num_threads=1, target=cuda_target(runtime, model))
+    foreign = config(tmp_path, backend="transformers")
+    with pytest.raises(ModelError, match="runs through transformers, which is served on devices of kind cpu only"):
+        load_model(foreign, block_tokens=16, num_threads=1, target=cuda_target(runtime, foreign))
+
+
+def test_a_device_of_kind_cuda_without_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    with pytest.raises(
+        ModelError, match=r"model 'm' on devices\.gpu0: (kernels on a GPU need CuPy|no usable NVIDIA GPU)"
+    ):
+        device_target(DeviceConfig(name="gpu0", kind="cuda"), config(tmp_path))
 
 
 def test_the_context_is_the_models_own_or_less(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import transformers
 from model_support import Runner, plain_logits, random_prompt, save_tiny
 
-from remora.deployments.models.load import LoadedModel, MakeDecoder, load_model
+from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load_target import MakeDecoder, host_target
 from remora.kernels.reference.decoder import TorchDecoder
 from remora.platform.base.model_config import ModelConfig
 
@@ -43,7 +44,7 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
 def load(source: Path | str, make: MakeDecoder | None = None, **options: Any) -> LoadedModel:
     settings = {"weights": "fp32", "kv_precision": "fp32", **options}
     model = ModelConfig(name="m", source=str(source), **settings)
-    return load_model(model, block_tokens=16, num_threads=2, make_decoder=make)
+    return load_model(model, block_tokens=16, num_threads=2, target=host_target(make))
 
 
 def assert_close(got: Any, want: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from decoder_world import LLAMA, Float32, Int32, Memory, make_geometry, make_weights, random_tokens, run
 from hf_world import expected_logits, make_model, shape_and_weights
 
-from remora.kernels.base import DecoderShape
+from remora.kernels.base import DecoderShape, check_decoder_health
 from remora.kernels.batch import StepBatch
 from remora.kernels.cuda import decoder as decoder_module
 from remora.kernels.cuda.decoder import CudaDecoder
@@ -217,6 +217,39 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(runtime: Runti
     with pytest.raises(KernelError, match="hidden states"):
         decoder.forward_stage(batch, memory, np.zeros((1, 90), np.float32))
     assert set(memory.bytes()) == {0xFF}
+
+
+def test_steps_that_cannot_be_captured_are_launched(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(work: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(runtime, "capture", fail)
+    decoder, memory = make_cuda(runtime), DeviceMemory(runtime, make_geometry(LLAMA), 1)
+    logits = [run(decoder, memory, random_tokens(LLAMA, 1), np.zeros(1, np.int32), [1]) for _ in range(4)]
+    assert all((each == logits[0]).all() for each in logits)
+    assert caplog.text.count("they cannot be captured: operation not permitted") == 1
+
+
+def test_a_device_that_is_lost_fails_its_steps_and_the_health_of_the_decoder(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, memory = make_cuda(runtime), DeviceMemory(runtime, make_geometry(LLAMA), 1)
+
+    def fail(array: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "download", fail)
+        with pytest.raises(KernelError, match=r"a step of 1 tokens failed on .*: CUDA error: out of memory"):
+            run(decoder, memory, random_tokens(LLAMA, 1), np.zeros(1, np.int32), [1])
+        check_decoder_health(decoder)
+        patch.setattr(runtime, "failure", lambda: "an illegal memory access was encountered")
+        with pytest.raises(KernelError, match="failed"):
+            run(decoder, memory, random_tokens(LLAMA, 1), np.zeros(1, np.int32), [1])
+    with pytest.raises(KernelError, match="is lost to this process: an illegal memory access"):
+        check_decoder_health(decoder)
 
 
 def test_weights_and_shapes_that_do_not_fit_are_refused_by_name(runtime: Runtime) -> None:

@@ -160,6 +160,20 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
             ),
             "namespaces.n.kv_replicas: 2 is not possible yet for KV on GPUs, and 'cpu0' is one; 1 is",
         ),
+        (
+            {
+                "devices": [{"name": "cpu0", "kind": "cuda"}],
+                "models": [{"name": "a", "source": "x", "weights": "int8"}],
+            },
+            "models.a.weights: int8 is not served on GPUs yet, and 'cpu0' is one; bf16 and fp32 are",
+        ),
+        (
+            {
+                "devices": [{"name": "cpu0", "kind": "cuda"}],
+                "models": [{"name": "a", "source": "x", "backend": "transformers"}],
+            },
+            "models.a.backend: transformers is not served on GPUs, and 'cpu0' is one; auto is",
+        ),
         (document(namespaces=[{"name": "n", "model": "a", "kv_replicas": 3}]), "namespaces.0.kv_replicas: 3 is not"),
         (document(replication={"max_bytes_per_s": 0}), "replication.max_bytes_per_s: 0 is not allowed"),
         ({"models": [{"name": "a", "source": "x"}] * 2}, "models: the name 'a' is used twice"),
