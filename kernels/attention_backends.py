@@ -21,7 +21,15 @@ import torch
 from remora.kernels.attention_base import AttentionInputs, AttentionNeed, PagedAttention
 from remora.kernels.attention_trial import largest_difference
 from remora.kernels.batch import StepBatch
-from remora.kernels.cuda.attention import DeviceStep, check_shape, check_tables, paged_attention, upload_step, with_plan
+from remora.kernels.cuda.attention import (
+    DeviceStep,
+    check_shape,
+    check_tables,
+    paged_attention,
+    parts_scratch,
+    upload_step,
+    with_plan,
+)
 from remora.kernels.cuda.attention_plan import plan_attention, plan_decode_graph
 from remora.kernels.cuda.device import Device
 from remora.kernels.cuda.place import block_major
@@ -191,6 +199,8 @@ class CudaAttention:
         check_shape(need.layout, need.num_heads)
         self._need = need
         self._device = device
+        #: Scratch of all graphs: they run one after the other.
+        self._graph_parts: Any = None
         #: Query heads of a kv head.
         self.group = need.num_heads // need.layout.num_kv_heads
 
@@ -208,7 +218,10 @@ class CudaAttention:
     def begin_graph(self, positions_S: Any, block_table_SB: Any, max_context_len: int) -> DeviceStep:
         """A step of one row a sequence that may be repeated with other positions and tables in the same arrays."""
         plan = plan_decode_graph(num_sequences=len(positions_S), max_context_len=max_context_len, group=self.group)
-        return with_plan(self._device, plan, positions_S, block_table_SB, self._need.layout, self._need.num_heads)
+        if self._graph_parts is None or len(self._graph_parts) < plan.num_parts:
+            num_parts = 1 << (plan.num_parts - 1).bit_length()
+            self._graph_parts = parts_scratch(self._device, num_parts, self._need.layout, self._need.num_heads)
+        return with_plan(self._device, plan, positions_S, block_table_SB, self._graph_parts)
 
     def attend(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
         need, layout = self._need, self._need.layout

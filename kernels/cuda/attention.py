@@ -72,12 +72,16 @@ def upload_step(
     positions_T, block_table_SB = upload_together(
         device, [batch.positions_T[: batch.num_tokens], batch.block_table_SB[: batch.num_sequences, :num_columns]]
     )
-    return with_plan(device, plan, positions_T, block_table_SB, layout, num_heads)
+    parts = parts_scratch(device, plan.num_parts, layout, num_heads)
+    return with_plan(device, plan, positions_T, block_table_SB, parts)
 
 
-def with_plan(
-    device: Device, plan: AttentionPlan, positions_T: Any, block_table_SB: Any, layout: BlockLayout, num_heads: int
-) -> DeviceStep:
+def parts_scratch(device: Device, num_parts: int, layout: BlockLayout, num_heads: int) -> Any:
+    """Room for the parts of split tokens: of a layer at a time."""
+    return device.empty((num_parts, num_heads, layout.head_dim + 2), np.float32)
+
+
+def with_plan(device: Device, plan: AttentionPlan, positions_T: Any, block_table_SB: Any, parts: Any) -> DeviceStep:
     """A step whose positions and tables are on the device already, and are the caller's to check."""
     items_I8, row_token_E, part_index_T, split_tokens_P = upload_together(
         device, [plan.items_I8, plan.row_token_E, plan.part_index_T, plan.split_tokens_P]
@@ -90,7 +94,7 @@ def with_plan(
         row_token_E=row_token_E,
         part_index_T=part_index_T,
         split_tokens_P=split_tokens_P,
-        parts=device.empty((plan.num_parts, num_heads, layout.head_dim + 2), np.float32),
+        parts=parts,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,15 +36,17 @@ class CardRuntime(TorchArrays, CupyDevice):
         torch.backends.cuda.matmul.allow_tf32 = False
         # A graph cannot be captured on the default stream.
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]  # torch's
+        self._launch_stream = self._cupy.cuda.Stream.from_external(self._stream)
+        self._lock = threading.RLock()
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        cuda = self._cupy.cuda
         with (
+            self._lock,
             torch.cuda.device(self.torch_device),
             torch.cuda.stream(self._stream),
-            cuda.ExternalStream(self._stream.cuda_stream, self.torch_device.index),
+            self._launch_stream,
         ):
             yield
 

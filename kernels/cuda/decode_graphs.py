@@ -30,7 +30,7 @@ from remora.namespaces.geometry import KVGeometry
 
 _log = logging.getLogger(__name__)
 
-#: Captured steps that are kept; each holds its activations.
+#: Captured steps that are kept.
 _MAX_GRAPHS = 24
 _MIN_CONTEXT_LEN = 2 * CHUNK_TOKENS
 #: A step of a kind is captured when it comes for this time.
@@ -45,11 +45,17 @@ class _Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Graph:
+class _Inputs:
+    """What a graph reads of a step."""
+
     rows: DeviceRows
     #: Token ids, positions, blocks and slots, each [T], then tables [T, C]: on the device, and what is copied there.
     device_ints: torch.Tensor
     host_ints: NDArray[np.int32]
+
+
+class _Graph(NamedTuple):
+    inputs: _Inputs
     captured: Captured
 
 
@@ -65,6 +71,7 @@ class DecodeGraphs:
         self._hidden_size = hidden_size
         self._num_seen: dict[_Key, int] = {}
         self._graphs: OrderedDict[_Key, _Graph] = OrderedDict()
+        self._output: torch.Tensor | None = None
         self._is_given_up = False
 
     def run(
@@ -89,9 +96,9 @@ class DecodeGraphs:
                 return None
         else:
             self._graphs.move_to_end(key)
-            self._fill(graph, batch, rows, hidden_TH)
+            self._fill(graph.inputs, batch, rows, hidden_TH)
         graph.captured.replay()
-        return graph.captured.result[: batch.num_tokens], graph.rows.not_finite_S[: batch.num_sequences]
+        return graph.captured.result[: batch.num_tokens], graph.inputs.rows.not_finite_S[: batch.num_sequences]
 
     def _key(self, batch: StepBatch, arena: Arena) -> _Key | None:
         num_rows, layout = batch.num_tokens, arena.layout
@@ -113,13 +120,31 @@ class DecodeGraphs:
     def _capture(
         self, key: _Key, arena: Arena, batch: StepBatch, rows: StepRows, hidden_TH: NDArray[np.float32] | None
     ) -> _Graph | None:
+        inputs = self._make_inputs(key, arena)
+        self._fill(inputs, batch, rows, hidden_TH)
+        # Compiles, loads and allocates what a capture must not; stores what the replay then stores again.
+        output = self._output_like(self._compute(inputs.rows))
+        try:
+            captured = self._runtime.capture(lambda: output.copy_(self._compute(inputs.rows)))
+        except RuntimeError as error:  # torch's
+            _log.warning("steps are launched kernel by kernel from now on: they cannot be captured: %s", error)
+            self._is_given_up = True
+            self._graphs.clear()
+            return None
+        graph = self._graphs[key] = _Graph(inputs, captured)
+        while len(self._graphs) > _MAX_GRAPHS:
+            oldest, _ = self._graphs.popitem(last=False)
+            self._num_seen[oldest] = 0
+        return graph
+
+    def _make_inputs(self, key: _Key, arena: Arena) -> _Inputs:
         runtime, count = self._runtime, key.num_rows
         assert isinstance(arena.attention, CudaAttention), "only our kernels are captured"
         num_columns = -(-key.context_len // arena.layout.block_tokens)
         device_ints = runtime.empty((count * (4 + num_columns),), np.int32)
         token_ids_T, positions_T, block_T, slot_T, tables = device_ints.split([*[count] * 4, count * num_columns])
         order_T = runtime.upload(np.arange(count, dtype=np.int32))
-        device_rows = DeviceRows(
+        rows = DeviceRows(
             arena=arena,
             token_ids_T=token_ids_T,
             hidden_TH=None if self._hidden_size is None else runtime.empty((count, self._hidden_size), np.float32),
@@ -131,32 +156,17 @@ class DecodeGraphs:
             not_finite_S=runtime.empty((count,), np.uint8),
             attention_step=arena.attention.begin_graph(positions_T, tables.view(count, num_columns), key.context_len),
         )
-        graph = _Graph(
-            rows=device_rows,
-            device_ints=device_ints,
-            host_ints=runtime.staging(len(device_ints)),
-            captured=Captured(lambda: None, device_ints),
-        )
-        self._fill(graph, batch, rows, hidden_TH)
-        # Compiles, loads and allocates what a capture must not; stores what the replay then stores again.
-        self._compute(device_rows)
-        try:
-            captured = runtime.capture(lambda: self._compute(device_rows))
-        except RuntimeError as error:  # torch's
-            _log.warning("steps are launched kernel by kernel from now on: they cannot be captured: %s", error)
-            self._is_given_up = True
-            self._graphs.clear()
-            return None
-        graph = self._graphs[key] = _Graph(
-            rows=device_rows, device_ints=device_ints, host_ints=graph.host_ints, captured=captured
-        )
-        while len(self._graphs) > _MAX_GRAPHS:
-            oldest, _ = self._graphs.popitem(last=False)
-            self._num_seen[oldest] = 0
-        return graph
+        return _Inputs(rows=rows, device_ints=device_ints, host_ints=runtime.staging(len(device_ints)))
 
-    def _fill(self, graph: _Graph, batch: StepBatch, rows: StepRows, hidden_TH: NDArray[np.float32] | None) -> None:
-        ints, num_rows, count = graph.host_ints, batch.num_tokens, len(graph.rows.token_ids_T)
+    def _output_like(self, result: torch.Tensor) -> torch.Tensor:
+        """Where graphs leave what they compute: the same place for all, as it is read before the next one runs."""
+        if self._output is None or len(self._output) < len(result):
+            num_rows = 1 << (len(result) - 1).bit_length()
+            self._output = self._runtime.empty((num_rows, result.shape[1]), np.float32)
+        return self._output[: len(result)]
+
+    def _fill(self, inputs: _Inputs, batch: StepBatch, rows: StepRows, hidden_TH: NDArray[np.float32] | None) -> None:
+        ints, num_rows, count = inputs.host_ints, batch.num_tokens, len(inputs.rows.token_ids_T)
         tables_TC = ints[4 * count :].reshape(count, -1)
         num_columns = min(tables_TC.shape[1], batch.block_table_SB.shape[1])
         ints[:] = 0
@@ -164,8 +174,9 @@ class DecodeGraphs:
             ints[index * count : index * count + num_rows] = values[:num_rows]
         ints[2 * count + num_rows : 3 * count] = -1
         tables_TC[:num_rows, :num_columns] = batch.block_table_SB[:num_rows, :num_columns]
-        self._runtime.refill(graph.device_ints, ints)
-        if graph.rows.hidden_TH is not None:
+        self._runtime.refill(inputs.device_ints, ints)
+        given_TH = inputs.rows.hidden_TH
+        if given_TH is not None:
             assert hidden_TH is not None, "hidden states belong to a stage without an embedding"
-            graph.rows.hidden_TH[:num_rows].copy_(torch.from_numpy(hidden_TH))
-            graph.rows.hidden_TH[num_rows:].zero_()
+            given_TH[:num_rows].copy_(torch.from_numpy(hidden_TH))
+            given_TH[num_rows:].zero_()

@@ -32,7 +32,7 @@ class MemoryState(NamedTuple):
 
 
 class Runtime(Device, Protocol):
-    """Arrays are tensors on `torch_device`. One thread at a time."""
+    """Arrays are tensors on `torch_device`. Threads take turns."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Runtime(Device, Protocol):
     def torch_device(self) -> torch.device: ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """Around everything that is queued or allocated: one order of torch's and our kernels."""
+        """Around everything that is queued or allocated: one order of torch's and our kernels, one thread at a time."""
         ...
 
     def tensor(self, data: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from emulated_tests import all_of, emulated_tests
 from remora.cache_actors.arena_header import ArenaIdentity
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.kernels.attention_backends import CANDIDATES, AttentionNeed, choose_attention
-from remora.kernels.cuda.attention import paged_attention, with_plan
+from remora.kernels.cuda.attention import paged_attention, parts_scratch, with_plan
 from remora.kernels.cuda.attention_plan import plan_decode_graph
 from remora.kernels.cuda.module import CupyDevice
 from remora.kernels.cuda.place import block_major
@@ -38,7 +38,8 @@ def _decode(device: CupyDevice, world: Any, rows: list[tuple[int, int, int]], ma
     plan = plan_decode_graph(num_sequences=len(rows), max_context_len=max_context_len, group=world.group)
     data = device.upload(world.data)
     positions, tables = device.upload(batch.positions_T[: len(rows)]), device.upload(batch.block_table_SB[: len(rows)])
-    step = with_plan(device, plan, positions, tables, world.layout, num_heads)
+    parts = parts_scratch(device, plan.num_parts, world.layout, num_heads)
+    step = with_plan(device, plan, positions, tables, parts)
     q = device.upload(np.concatenate([world.queries[index][first:end] for index, first, end in rows]))
     out, lse = device.empty(q.shape, np.float32), device.empty(q.shape[:2], np.float32)
 

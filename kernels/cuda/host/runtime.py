@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ class EmulatedRuntime(TorchArrays, HostDevice):
 
     def __init__(self, cache_dir: Path, compiler: str = "g++") -> None:
         super().__init__(cache_dir, compiler)
+        self._lock = threading.RLock()
         #: Tests set it.
         self.state = MemoryState(1 << 40, 1 << 40)
         self.broken_by = ""
         self.num_captures = self.num_replays = 0
 
-    def turn(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock:
+            yield
 
     def tensor(self, data: Any) -> torch.Tensor:
         return data if isinstance(data, torch.Tensor) else torch.from_numpy(data)

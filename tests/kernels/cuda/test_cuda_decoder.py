@@ -156,18 +156,25 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_cut_and_whoever_runs_besi
 
 
 def test_stages_one_after_the_other_give_the_whole_model_s_bits(runtime: Runtime) -> None:
+    """A prompt, and then the same token thrice: launched, captured, replayed."""
     weights, tokens = make_weights(LLAMA, tied=True), random_tokens(LLAMA, 9)
-    whole = run(make_cuda(runtime, tied=True), DeviceMemory(runtime, make_geometry(LLAMA), 2), tokens, TABLE[1:2], [9])
+    own = [StagePart(split=(1, 1), stage=stage) for stage in range(2)]
+    geometries = [part.geometry_of(make_geometry(LLAMA)) for part in own]
+    stages = [
+        CudaDecoder(part.shape_of(LLAMA), StageWeights(weights, part), geometry, runtime, attention="cuda")
+        for part, geometry in zip(own, geometries, strict=True)
+    ]
+    memories = [DeviceMemory(runtime, geometry, 2) for geometry in geometries]
+    whole, memory = make_cuda(runtime, tied=True), DeviceMemory(runtime, make_geometry(LLAMA), 2)
     batch = StepBatch(max_tokens=9, max_sequences=1, max_blocks=1)
-    batch.add(tokens, first_position=0, blocks=[0], logits="all")
-    hidden: Float32 | None = None
-    for stage in range(2):
-        part = StagePart(split=(1, 1), stage=stage)
-        shape, geometry = part.shape_of(LLAMA), part.geometry_of(make_geometry(LLAMA))
-        decoder = CudaDecoder(shape, StageWeights(weights, part), geometry, runtime, attention="cuda")
-        hidden = decoder.forward_stage(batch, DeviceMemory(runtime, geometry, 2), hidden).copy()
-    assert hidden is not None
-    assert (hidden == whole).all()
+    for first in (0, 8, 8, 8):
+        batch.clear()
+        batch.add(tokens[first:], first_position=first, blocks=[1], logits="all")
+        hidden: Float32 | None = None
+        for stage, own_memory in zip(stages, memories, strict=True):
+            hidden = stage.forward_stage(batch, own_memory, hidden).copy()
+        assert hidden is not None
+        assert (hidden == whole.forward(batch, memory)).all()
 
 
 def test_sequences_whose_kv_is_not_finite_are_marked(runtime: Runtime) -> None:
