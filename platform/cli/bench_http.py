@@ -14,6 +14,7 @@ from remora.platform.cli.lengths import Lengths, lengths
 from remora.platform.cli.line_plot import line_plot_svg
 from remora.platform.cli.load_generator import LoadPlan, LoadResult, percentile, run_load
 from remora.platform.cli.number_list import number_list
+from remora.platform.cli.orderly_end import ends_in_order
 from remora.platform.cli.own_platform import own_platform
 from remora.platform.cli.table import print_table
 
@@ -92,7 +93,7 @@ def http(
         return results
 
     if start:
-        with own_platform() as started_url:
+        with ends_in_order(), own_platform() as started_url:
             results = measure(started_url)
     else:
         results = measure(base_url(url))

@@ -17,6 +17,7 @@ from remora.platform.base.errors import NotFound, RemoraError
 from remora.platform.cli.calibration import calibrate
 from remora.platform.cli.lengths import Lengths
 from remora.platform.cli.load_generator import LoadPlan, percentile, run_load
+from remora.platform.cli.orderly_end import ends_in_order
 from remora.platform.cli.own_platform import own_platform
 from remora.platform.cli.peer_engines import (
     LlamaEngine,
@@ -82,11 +83,12 @@ def peers(
     if fresh:
         path.unlink(missing_ok=True)
     bench = _PeerBench(folder, PeerRecord(path), wanted_engines, wanted_precisions, repeats, requests)
-    for model in dict.fromkeys(row.model for row in rows):
-        bench.measure_engines(model, [row for row in rows if row.model == model and row.case is not None])
-    http_rows = [row for row in rows if row.case is None]
-    if http_rows:
-        bench.measure_http(http_rows)
+    with ends_in_order():
+        for model in dict.fromkeys(row.model for row in rows):
+            bench.measure_engines(model, [row for row in rows if row.model == model and row.case is not None])
+        http_rows = [row for row in rows if row.case is None]
+        if http_rows:
+            bench.measure_http(http_rows)
     if output == "jsonl":
         chosen = {row.name for row in rows}
         for measurement in bench.record.measurements:

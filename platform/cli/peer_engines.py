@@ -70,7 +70,11 @@ class WorkerEngine:
             text=True,
             start_new_session=True,
         )
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
 
     def measure(self, case: Case) -> float:
         assert self._process.stdin is not None
@@ -83,7 +87,6 @@ class WorkerEngine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self.close()
             raise PeerFailed(f"{self.label} ended without an answer; its log: {self._log.name}")
         answer: dict[str, Any] = json.loads(line)
         return answer
