@@ -60,6 +60,7 @@ from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId,
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
 from remora.platform.base.telemetry import flush_telemetry, keep_traces, setup_telemetry
+from remora.platform.base.thread_names import show_thread_name
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class ModelReplica:
         """Loads the model and joins the pool of its device on this node. Raises ModelError, ArenaError or PoolError."""
         logging.basicConfig(level=logging.INFO)
         bind_replica_to_loopback()
+        show_thread_name("event loop")
         self._config = config
         self._model_config = next(model for model in config.models if model.name == model_name)
         context = serve.get_replica_context()

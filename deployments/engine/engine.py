@@ -38,6 +38,7 @@ from remora.namespaces.commands import AnyAnswer, AnyEvent
 from remora.platform.base.clock import Clock
 from remora.platform.base.errors import RemoraError, StageLost, Unavailable
 from remora.platform.base.ids import RequestId
+from remora.platform.base.thread_names import show_thread_name
 
 _log = logging.getLogger(__name__)
 
@@ -361,6 +362,7 @@ class Engine:
         self._emit()
 
     def _run(self) -> None:
+        show_thread_name(f"engine-{self._name}")
         while not self._is_stopping:
             try:
                 has_computed = self.step()

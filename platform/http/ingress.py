@@ -40,6 +40,7 @@ from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
 from remora.platform.base.span_file import traces_dir
 from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
+from remora.platform.base.thread_names import show_thread_name
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import Family, OneRouter, families_of
@@ -59,6 +60,7 @@ class HttpRouter:
         """`models`: name → Serve handle of the model's replicas."""
         logging.basicConfig(level=logging.INFO)
         bind_replica_to_loopback()
+        show_thread_name("event loop")
         state_dir = config.cluster.state_dir or default_state_dir()
         setup_telemetry(
             "router", config.telemetry, state_dir, requests_begin_here=True, on_kept=self._keep_trace_everywhere
