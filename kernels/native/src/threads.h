@@ -1,4 +1,4 @@
-// The threads that run one step together: asleep between steps, spinning at barriers inside one.
+// The threads that run one step together: asleep between steps, at barriers inside one spinning for a while.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -17,8 +17,8 @@ struct Range {
   int64_t begin, end;
 };
 
-// Shared by the members of a team: a sense-reversing barrier. A waiter spins, then yields its core, since other
-// processes may need it (the holder of the missing rank perhaps).
+// Shared by the members of a team: a sense-reversing barrier. A waiter spins, then yields its core, then sleeps: if the
+// missing rank waits for a core behind another process, an idle one is what makes the kernel move it there at once.
 class Barrier {
  public:
   explicit Barrier(int size) : size_(size) {}
@@ -28,6 +28,7 @@ class Barrier {
   const int size_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
+  std::atomic<int> sleepers_{0};
 };
 
 // Memory of one rank, 64-byte aligned, kept between calls; its content is undefined at the start of a kernel.
