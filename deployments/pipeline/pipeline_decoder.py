@@ -20,8 +20,9 @@ from remora.deployments.pipeline.message import Kind, Message, MicroTime, result
 from remora.deployments.pipeline.micro_batches import RowRange, cut_step, fill_micro_batch
 from remora.deployments.pipeline.ring import message_room
 from remora.deployments.pipeline.stage_counters import StageCounters, stage_time
-from remora.kernels.base import KVMemory, StageDecoder
+from remora.kernels.base import KVMemory, StageDecoder, check_decoder_health
 from remora.kernels.batch import StepBatch
+from remora.kernels.mover import Mover, mover_of
 from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.errors import IntegrityError, KernelError, StageLost, named_error
 
@@ -145,6 +146,14 @@ class PipelineDecoder:
         """Raises KernelError for any other than its own: all stages hold KV in one precision."""
         if geometry != self._geometry:
             raise KernelError(f"a model in stages has KV of one precision, {'/'.join(self._geometry.kv_precision)}")
+
+    def mover(self, memory: KVMemory, rope_inv_freq: NDArray[np.float32] | None) -> Mover:
+        """Of this process's memory, which is stage 0's: kernels.mover.mover_of."""
+        return mover_of(self._decoder, memory, rope_inv_freq)
+
+    def check_health(self) -> None:
+        """Of stage 0: kernels.base.check_decoder_health."""
+        check_decoder_health(self._decoder)
 
     def forward(self, batch: StepBatch, memory: KVMemory) -> Float32:
         """One step through all stages. As Decoder.forward; raises StageLost, too."""

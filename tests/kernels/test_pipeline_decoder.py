@@ -13,8 +13,9 @@ from decoder_world import LLAMA, Float32, Int32, Memory, make_geometry, make_wei
 from pipeline_world import NUM_BLOCKS, pipeline
 
 from remora.deployments.pipeline.base import StepResult
-from remora.kernels.base import KVMemory, WeightPrecision
+from remora.kernels.base import KVMemory, WeightPrecision, check_decoder_health
 from remora.kernels.batch import StepBatch
+from remora.kernels.mover import mover_of
 from remora.kernels.native.decoder import NativeDecoder
 from remora.kernels.native.library import LIBRARY_VARIABLE
 from remora.namespaces.geometry import KVGeometry
@@ -178,3 +179,21 @@ def test_nothing_leaves_a_stage_whose_lease_is_lost() -> None:
     with pipeline(SHAPE, (1, 2), may_write=lambda: False) as world, pytest.raises(StageLost, match="closed"):
         world.decoder.forward(steps_of_three()[2], world.memories[0])
     assert world.ends == ["the lease of stage 1 on its memory is lost"]
+
+
+def test_what_moves_blocks_and_says_that_nothing_works_any_more_is_stage_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may be a GPU's."""
+
+    class Lost:
+        def mover(self, *given: object) -> object:
+            return given
+
+        def check_health(self) -> None:
+            raise KernelError("lost")
+
+    with pipeline(LLAMA, (1, 1)) as world:
+        monkeypatch.setattr(world.decoder, "_decoder", Lost())
+        memory = Memory(make_geometry(LLAMA), 1)
+        assert mover_of(world.decoder, memory, None) == (memory, None)
+        with pytest.raises(KernelError, match="lost"):
+            check_decoder_health(world.decoder)
