@@ -117,7 +117,8 @@ class NamespaceFormats:
         if found is not None and self._formats[namespace_id] is found:
             return found
         geometry, fingerprint = self._model.in_precision(kv_precision)
-        self._model.decoder.check_geometry(geometry)
+        # On a GPU kernels are compiled for it.
+        await asyncio.to_thread(self._model.decoder.check_geometry, geometry)
         check_gate(self._config, geometry, fingerprint, self._state_dir, namespace=namespace_id)
         check_compatible_gate(self._config, self._model.kv_identity, self._others, kv_precision, self._state_dir)
         if found is None:

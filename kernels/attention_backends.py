@@ -23,6 +23,7 @@ from remora.kernels.attention_trial import largest_difference
 from remora.kernels.batch import StepBatch
 from remora.kernels.cuda.attention import (
     DeviceStep,
+    attention_source,
     check_shape,
     check_tables,
     paged_attention,
@@ -30,7 +31,7 @@ from remora.kernels.cuda.attention import (
     upload_step,
     with_plan,
 )
-from remora.kernels.cuda.attention_plan import plan_attention, plan_decode_graph
+from remora.kernels.cuda.attention_plan import TILE_ROWS, plan_attention, plan_decode_graph
 from remora.kernels.cuda.device import Device
 from remora.kernels.cuda.place import block_major
 from remora.kernels.layout import K_SIDE, V_SIDE, BlockLayout
@@ -199,6 +200,8 @@ class CudaAttention:
         check_shape(need.layout, need.num_heads)
         self._need = need
         self._device = device
+        for tile_rows in TILE_ROWS:
+            device.prepare(attention_source(need.layout, need.values, tile_rows))
         #: Scratch of all graphs: they run one after the other.
         self._graph_parts: Any = None
         #: Query heads of a kv head.

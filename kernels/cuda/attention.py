@@ -98,6 +98,11 @@ def with_plan(device: Device, plan: AttentionPlan, positions_T: Any, block_table
     )
 
 
+def attention_source(layout: BlockLayout, values: str, tile_rows: int) -> CudaSource:
+    """What attends with queries of type `values` in tiles of so many rows."""
+    return CudaSource.of("paged_attention", ROWS=tile_rows, VALUE_TYPE=VALUE_TYPES[values], **row_macros(layout))
+
+
 def paged_attention(
     device: Device,
     step: DeviceStep,
@@ -117,11 +122,10 @@ def paged_attention(
     num_heads = int(q_TQD.shape[1])
     check_shape(layout, num_heads)
     group = num_heads // layout.num_kv_heads
-    value = VALUE_TYPES[value_type(q_TQD)]
     head_dim, rows = layout.head_dim, step.plan.tile_rows
     if tuple(q_TQD.shape[1:]) != (num_heads, head_dim) or value_type(out_TQD) != value_type(q_TQD):
         raise KernelError(f"queries {tuple(q_TQD.shape)} and outputs {out_TQD.dtype} do not fit head_dim {head_dim}")
-    source = CudaSource.of("paged_attention", ROWS=rows, VALUE_TYPE=value, **row_macros(layout))
+    source = attention_source(layout, value_type(q_TQD), rows)
     address = device.address
     device.launch(
         source,

@@ -17,7 +17,7 @@ from remora.kernels.base import DecoderShape, KVMemory, Weights
 from remora.kernels.batch import StepBatch
 from remora.kernels.cuda.decode_graphs import DecodeGraphs
 from remora.kernels.cuda.mover import CudaMover
-from remora.kernels.cuda.operations import rms_norm, store_kv
+from remora.kernels.cuda.operations import rms_norm, store_kv, store_source
 from remora.kernels.cuda.place import block_major
 from remora.kernels.cuda.runtime import Runtime
 from remora.kernels.cuda.step import Arena, DeviceRows, upload_rows
@@ -128,12 +128,14 @@ class CudaDecoder:
     def _attention_of(self, geometry: KVGeometry) -> PagedAttention:
         attention = self._attentions.get(geometry)
         if attention is None:
+            layout = self._layouts.find(geometry)
             need = AttentionNeed(
-                layout=self._layouts.find(geometry),
+                layout=layout,
                 num_heads=self._shape.num_attention_heads,
                 scale=self._scale,
                 values="fp32" if self._dtype == torch.float32 else "bf16",
             )
+            self._runtime.prepare(store_source(layout, need.values))
             attention = self._attentions[geometry] = choose_attention(
                 need, self._runtime, torch_device=str(self._runtime.torch_device), prefer=self._prefer
             )

@@ -35,6 +35,10 @@ class Device(Protocol):
         """
         ...
 
+    def prepare(self, source: CudaSource) -> None:
+        """Does ahead of the first launch of a variant what takes long: not inside a graph capture."""
+        ...
+
     def upload(self, array: np.ndarray[Any, Any]) -> Any:
         """The array on the device, in order with later launches."""
         ...

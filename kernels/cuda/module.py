@@ -71,7 +71,7 @@ class CupyDevice:
         function(grid, (threads, 1, 1), tuple(arguments), shared_mem=shared_bytes)
 
     def prepare(self, source: CudaSource) -> None:
-        """Compiles and loads a variant ahead of its first launch."""
+        """Compiles and loads it."""
         for name in source.kernel_names():
             if (source, name) not in self._kernels:
                 self._kernels[source, name] = self._load(source).get_function(name)

@@ -51,7 +51,7 @@ def store_kv(
     shape = (num_tokens, num_heads + 2 * layout.num_kv_heads, layout.head_dim)
     if tuple(qkv.shape) != shape or value_type(q_TQD) != value_type(qkv) or (q_norm is None) != (k_norm is None):
         raise KernelError(f"qkv {tuple(qkv.shape)} {qkv.dtype} is not {shape} {q_TQD.dtype}, or one norm is missing")
-    source = CudaSource.of("store_kv", VALUE_TYPE=VALUE_TYPES[value_type(qkv)], **row_macros(layout))
+    source = store_source(layout, value_type(qkv))
     address = device.address
     device.launch(
         source,
@@ -68,6 +68,11 @@ def store_kv(
             np.int32(layout.num_kv_heads),
         ],
     )
+
+
+def store_source(layout: BlockLayout, values: str) -> CudaSource:
+    """What stores K and V, and rotates queries of type `values`."""
+    return CudaSource.of("store_kv", VALUE_TYPE=VALUE_TYPES[values], **row_macros(layout))
 
 
 def move_slots(device: Device, *, moves: NDArray[np.int32], inv_freq: Any, data: Any, layout: BlockLayout) -> None:

@@ -74,6 +74,9 @@ class HostDevice:
         if problem is not None:
             raise KernelError(f"{source} {kernel}: {problem.decode()}")
 
+    def prepare(self, source: CudaSource) -> None:
+        """Nothing: a test compiles what it launches."""
+
     def _compile(self, source: CudaSource) -> Path:
         text = f'#include "{_SHIM}"\n#include "{source.path}"\n'
         text += "".join(_LAUNCHER.format(name) for name in source.kernel_names())
