@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,26 @@ from remora.cache_actors.block_loader import ThreadedLoader
 from remora.cache_actors.local_pool import LocalDevice
 from remora.cache_actors.port import KVSource
 from remora.kernels.cuda.runtime import Runtime
-from remora.namespaces.commands import Trim
+from remora.namespaces.commands import AnyAnswer, AnyCommand, Trim
 from remora.namespaces.edits import ContextPlan
 from remora.platform.base.clock import ManualClock
 from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, PoolId
 
 BLOCK_BYTES = LLAMA_GEOMETRY.block_bytes
+
+
+class DeviceOn(LocalDevice):
+    """A pool whose memory is the runtime's: what it does there is in order with the decoder's steps."""
+
+    def __init__(self, runtime: Runtime, *, data_bytes: int, **options: Any) -> None:
+        with runtime.turn():
+            data = runtime.upload(np.zeros(data_bytes, np.uint8))
+        super().__init__(data_bytes=data_bytes, data=data, **options)
+        self._runtime = runtime
+
+    def apply(self, command: AnyCommand) -> AnyAnswer:
+        with self._runtime.turn():
+            return super().apply(command)
 
 
 class Pair:
@@ -35,15 +50,8 @@ class Pair:
     ) -> tuple[Harness, Harness]:
         """As Harness, with the pools of both."""
         engines = []
-        for model in self._models:
-            data_bytes = num_blocks * BLOCK_BYTES
-            data: Any = np.zeros(data_bytes, np.uint8)
-            if model is self._models[0]:
-                with self._runtime.turn():
-                    data = self._runtime.upload(data)
-            device = LocalDevice(
-                data_bytes=data_bytes, extent_bytes=8 * BLOCK_BYTES, clock=ManualClock(100.0), data=data
-            )
+        for model, make in zip(self._models, (partial(DeviceOn, self._runtime), LocalDevice), strict=True):
+            device = make(data_bytes=num_blocks * BLOCK_BYTES, extent_bytes=8 * BLOCK_BYTES, clock=ManualClock(100.0))
             for name in namespaces:
                 device.set_quota(NamespaceId(name), ModelId("model"))
             pool = device.attach(LLAMA_GEOMETRY, model_id=ModelId("model"), fingerprint=FINGERPRINT, relocates=True)
