@@ -120,9 +120,10 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def host_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CUDA sources that were compiled for the host, once for all tests."""
-    return Path(tmp_path_factory.mktemp("cuda-host"))
+def host_cache(pytestconfig: pytest.Config) -> Path:
+    """CUDA sources that were compiled for the host, for all processes and later runs: they are named for what they are."""
+    assert pytestconfig.cache is not None, "pytest runs with its cache"
+    return Path(pytestconfig.cache.mkdir("cuda-host"))
 
 
 @pytest.fixture(scope="session")

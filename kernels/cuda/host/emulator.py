@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ extern "C" const char* emulate_{0}(const unsigned* grid, const unsigned* block, 
 def _key(files: list[Path], *others: object) -> str:
     contents = b"\0".join(path.read_bytes() for path in sorted(files))
     return hashlib.blake2b(contents + repr((others, _OPTIONS)).encode(), digest_size=12).hexdigest()
+
+
+@cache
+def _machine(compiler: str) -> str:
+    """What decides, besides the source and the options, which code the compiler makes here (-march=native)."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    kinds = {line for line in cpuinfo.splitlines() if line.startswith(("model name", "flags", "CPU part", "Features"))}
+    return repr((version, sorted(kinds)))
 
 
 class HostDevice:
@@ -81,7 +91,7 @@ class HostDevice:
         text = f'#include "{_SHIM}"\n#include "{source.path}"\n'
         text += "".join(_LAUNCHER.format(name) for name in source.kernel_names())
         files = [source.path, *SOURCE_DIR.glob("*.cuh"), *_HOST_DIR.glob("*.h")]
-        target = self._cache_dir / f"{source.name}-{_key(files, text, source.macros)}.so"
+        target = self._cache_dir / f"{source.name}-{_key(files, text, source.macros, _machine(self._compiler))}.so"
         if not target.exists():
             headers = self._compiled_shim()
             options = [*source.macro_options(), f"-I{headers}", f"-I{_HOST_DIR}", f"-I{SOURCE_DIR}", "-shared"]
@@ -90,7 +100,7 @@ class HostDevice:
 
     def _compiled_shim(self) -> Path:
         """A folder with the shim as a compiled header: half of what a small source costs is reading headers."""
-        folder = self._cache_dir / f"shim-{_key(list(_HOST_DIR.glob('*.h')))}"
+        folder = self._cache_dir / f"shim-{_key(list(_HOST_DIR.glob('*.h')), _machine(self._compiler))}"
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{_SHIM}.gch"
         if not target.exists():
