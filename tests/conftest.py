@@ -121,7 +121,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def host_cache(pytestconfig: pytest.Config) -> Path:
-    """CUDA sources that were compiled for the host, for all processes and later runs: they are named for what they are."""
+    """CUDA sources that were compiled for the host, kept for all processes and later runs under names of their own."""
     assert pytestconfig.cache is not None, "pytest runs with its cache"
     return Path(pytestconfig.cache.mkdir("cuda-host"))
 
