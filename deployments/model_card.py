@@ -38,6 +38,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of the decoder back-end, for people.
     decoder: str
     weights: str
+    #: Memory of the weights, and whether it is one copy for all replicas of the node that use the same.
+    weights_bytes: int = 0
+    shares_weights: bool = False
     pid: int
     #: Each namespace may have a precision of its own.
     namespaces: dict[NamespaceId, NamespaceCard] = {}

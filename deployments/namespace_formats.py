@@ -19,7 +19,7 @@ from remora.deployments.accuracy.gate import check_compatible_gate, check_gate
 from remora.deployments.derivations import Derivations, derivations_of
 from remora.deployments.model_card import NamespaceCard
 from remora.deployments.models.kv_identity import KVIdentity
-from remora.deployments.models.load import LoadedModel
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.kernels.base import KVMemory
 from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.quantise_commands import KVFormat, Quantise

@@ -44,8 +44,10 @@ from remora.deployments.feed import FeedHub
 from remora.deployments.idle_watch import IdleWatch
 from remora.deployments.model_card import ModelCard
 from remora.deployments.models.compatible import compatible_identities
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
 from remora.deployments.models.load_target import device_target
+from remora.deployments.models.loaded_model import LoadedModel
+from remora.deployments.models.weight_storage import WeightStorage
 from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.pipeline.stage_group import StageGroup, thread_counts
 from remora.deployments.pipeline.stage_split import stage_split
@@ -107,6 +109,7 @@ class ModelReplica:
             num_threads=self._device.num_threads,
             target=await asyncio.to_thread(device_target, self._device, self._model_config),
             part=part,
+            storage=WeightStorage.of_cluster(config.cluster, num_threads=self._device.num_threads),
         )
         check_gate(self._model_config, self._model.geometry, self._model.fingerprint, state_dir)
         own = self._model.kv_identity
@@ -242,6 +245,8 @@ class ModelReplica:
                 max_num_seqs=self._model_config.max_num_seqs,
                 decoder=self._model.decoder.name,
                 weights=self._model_config.weights,
+                weights_bytes=self._model.weights_bytes,
+                shares_weights=self._model.shares_weights,
                 pid=os.getpid(),
                 namespaces=self._formats.cards(),
                 card_no=self._formats.version,

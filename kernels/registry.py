@@ -14,6 +14,17 @@ Backend = Literal["auto", "native", "reference"]
 _log = logging.getLogger(__name__)
 
 
+def has_native_kernels() -> bool:
+    """Whether "auto" is the native decoder here."""
+    from remora.kernels.native.library import load_library
+
+    try:
+        load_library()
+    except KernelError:
+        return False
+    return True
+
+
 def make_decoder(
     shape: DecoderShape, weights: Weights, geometry: KVGeometry, *, num_threads: int, backend: Backend = "auto"
 ) -> Decoder:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from remora.deployments.models.load import LoadedModel
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.kernels.batch import StepBatch
 from remora.kernels.reencoder import HostMemory
 from remora.platform.base.errors import InvalidRequest

@@ -21,66 +21,25 @@ from remora.deployments.models.gguf_file import GGUFFile
 from remora.deployments.models.gguf_tokenizer import gguf_chat_tokenizer
 from remora.deployments.models.kv_identity import KVIdentity
 from remora.deployments.models.load_target import LoadTarget, host_target
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.models.model_spec import ModelSpec, served_context_len
 from remora.deployments.models.source import resolve_source
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.kernels.base import Decoder, DecoderShape, Weights
+from remora.kernels.registry import has_native_kernels
 from remora.kernels.stages import StagePart, StageWeights
-from remora.namespaces.geometry import KVGeometry, KVPrecision, LayerGroup, Precision
+from remora.namespaces.geometry import KVGeometry, LayerGroup, Precision
 from remora.namespaces.hashing import kv_fingerprint
 from remora.platform.base.errors import ModelError
 from remora.platform.base.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from remora.deployments.models.canonical_weights import CanonicalWeights, TensorSource
+    from remora.deployments.models.canonical_weights import TensorSource
+    from remora.deployments.models.weight_storage import WeightStorage
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model in memory. The decoder belongs to one engine; the tokenizer may be shared."""
-
-    name: str
-    #: None for a model that runs through transformers.
-    shape: DecoderShape | None
-    geometry: KVGeometry
-    #: What makes KV content interchangeable (namespaces/hashing.py).
-    fingerprint: bytes
-    #: Contents of the weights, and what else decides what the model computes.
-    weights_id: str
-    decoder: Decoder
-    tokenizer: ChatTokenizer
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    #: Columns of the logits.
-    vocab_size: int
-    #: Memory of the weights.
-    weights_bytes: int
-    #: Memory of the device that its steps take besides; 0: the host's, which is not set aside.
-    workspace_bytes: int = 0
-    #: Frequencies of the rotation of K; None where they are not known (transformers).
-    rope_inv_freq: NDArray[np.float32] | None = None
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What a pool sets aside for it."""
-        return self.weights_bytes + self.workspace_bytes
-
-    @property
-    def kv_identity(self) -> KVIdentity:
-        return KVIdentity(
-            model=self.name,
-            geometry=self.geometry,
-            weights_id=self.weights_id,
-            tokenizer_id=self.tokenizer.tokenizer_id,
-        )
-
-    def in_precision(self, kv_precision: KVPrecision) -> tuple[KVGeometry, bytes]:
-        """Geometry and fingerprint of its KV in another precision. The weights are the same: one decoder serves all."""
-        return self.geometry.with_precision(kv_precision), self.kv_identity.fingerprint(kv_precision)
 
 
 def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
@@ -126,13 +85,15 @@ def load_model(
     progress: Progress | None = None,
     target: LoadTarget | None = None,
     part: StagePart | None = None,
+    storage: WeightStorage | None = None,
 ) -> LoadedModel:
     """Reads, checks and packs a model; needs little more memory than the packed weights.
 
     `num_threads`: default: the cores of this process; `progress` is told a line now and then (default: the log);
     `target`: default the memory and the cores of this process; `part`: a stage of the model, with the weights and the
-    KV geometry of its layers only (default: the whole model). Raises ModelError for what cannot be served right, and
-    for a model larger than the memory that is available, before any weight is read.
+    KV geometry of its layers only (default: the whole model); `storage`: where packed weights of the native decoder are
+    shared and kept (default: nowhere). Raises ModelError for what cannot be served right, and for a model larger than
+    the memory that is available, before any weight is packed.
     """
     say: Progress = progress or (lambda line: logger.info("model %s: %s", model.name, line))
     loader = _Loader(
@@ -142,6 +103,7 @@ def load_model(
         say=say,
         target=target,
         part=part if part is not None and not part.is_whole else None,
+        storage=storage,
     )
     return loader.load()
 
@@ -155,7 +117,7 @@ class _Native(NamedTuple):
     """What the own decoder runs, before any weight is read."""
 
     spec: ModelSpec
-    source: TensorSource
+    open_source: Callable[[], TensorSource]
     files: list[Path]
     tokenizer: ChatTokenizer
 
@@ -179,6 +141,7 @@ class _Loader:
     say: Progress
     target: LoadTarget | None = None
     part: StagePart | None = None
+    storage: WeightStorage | None = None
 
     def load(self) -> LoadedModel:
         if self.part is not None:
@@ -211,7 +174,6 @@ class _Loader:
 
     def _gguf(self, path: Path) -> _Native:
         from remora.deployments.models.gguf_config import gguf_spec
-        from remora.deployments.models.gguf_weights import GGUFSource
 
         model, file = self.model, GGUFFile(path)
         if model.backend == "transformers":
@@ -220,12 +182,18 @@ class _Loader:
             )
         self.say(f"reading {path.name} ({file.size_bytes // MiB} MiB, GGUF {file.architecture})")
         spec = gguf_spec(model.name, file, weights=model.weights, max_model_len=model.max_model_len)
-        return _Native(spec, GGUFSource(file), [path], gguf_chat_tokenizer(file))
+
+        def open_source() -> TensorSource:
+            from remora.deployments.models.gguf_weights import GGUFSource
+
+            return GGUFSource(file)
+
+        return _Native(spec, open_source, [path], gguf_chat_tokenizer(file))
 
     def _folder(self, folder: Path) -> _Native | _Foreign:
         from remora.deployments.models.hf_config import decoder_spec, read_config, runs_natively
         from remora.deployments.models.refusals import check_servable
-        from remora.deployments.models.safetensors_weights import SafetensorsSource
+        from remora.deployments.models.weight_files import weight_files
 
         model = self.model
         config = read_config(folder, trust_remote_code=model.trust_remote_code)
@@ -239,8 +207,13 @@ class _Loader:
         if model.backend == "transformers" or (model.backend == "auto" and not runs_natively(config)):
             return _Foreign(folder, config, context_len, tokenizer)
         spec = decoder_spec(model.name, config, weights=model.weights, max_model_len=context_len)
-        source = SafetensorsSource(folder)
-        return _Native(spec, source, source.files, tokenizer)
+
+        def open_source() -> TensorSource:
+            from remora.deployments.models.safetensors_weights import SafetensorsSource
+
+            return SafetensorsSource(folder)
+
+        return _Native(spec, open_source, weight_files(folder), tokenizer)
 
     def _geometry(self, spec: ModelSpec) -> KVGeometry:
         return spec.geometry(block_tokens=self.block_tokens, kv_precisions=self.model.kv_precisions)
@@ -251,53 +224,76 @@ class _Loader:
         return _weights_id(self._hash(native.files), maths if self.part is None else maths + str(self.part))
 
     def _own(self, native: _Native) -> LoadedModel:
-        from remora.deployments.models.canonical_weights import CanonicalWeights
-
-        spec, target = native.spec, self.target or host_target()
-        canonical = CanonicalWeights(spec, native.source, self.say)
-        shape, geometry, weights, needed_bytes = self._part_of(spec, canonical)
-        if target.kind != "cpu":
-            # A tied head is the embedding itself.
-            needed_bytes = min(needed_bytes, canonical.num_bytes(canonical))
-        workspace_bytes = target.workspace_bytes(shape)
-        target.check_memory(self.model.name, needed_bytes, workspace_bytes)
-        weights_id = self._native_weights_id(native)
-        rope_inv_freq = np.asarray(spec.rope_inv_freq, np.float64).astype(np.float32)
-        self.say(f"packing {needed_bytes // MiB} MiB of {self.model.weights} weights")
-        if canonical.num_exact():
-            self.say(f"{canonical.num_exact()} matrices are taken over from the file exactly")
+        target = self.target or host_target()
+        shape, geometry = self._part_shape(native.spec)
+        decoder: Decoder
+        if self.storage is not None and target.kind == "cpu" and has_native_kernels():
+            weights_id = self._native_weights_id(native)
+            decoder, origin, is_shared, num_bytes = self.storage.make_decoder(
+                weights_id,
+                shape,
+                geometry,
+                self.num_threads,
+                read=lambda: self._read(native, shape, target)[0],
+                check_room=lambda num_bytes: target.check_memory(self.model.name, num_bytes),
+            )
+            whose = "that replicas of this node share" if is_shared else "of its own"
+            self.say(f"{num_bytes // MiB} MiB of {self.model.weights} weights, {origin}, in memory {whose}")
+        else:
+            weights, num_bytes = self._read(native, shape, target)
+            weights_id, is_shared = self._native_weights_id(native), False
+            decoder = target.make_decoder(shape, weights, geometry, num_threads=self.num_threads)
         return self._loaded(
-            decoder=target.make_decoder(shape, weights, geometry, num_threads=self.num_threads),
+            decoder=decoder,
             shape=shape,
             geometry=geometry,
             weights_id=weights_id,
             tokenizer=native.tokenizer,
-            max_model_len=spec.max_model_len,
-            vocab_size=spec.shape.vocab_size,
-            weights_bytes=needed_bytes,
-            workspace_bytes=workspace_bytes,
-            rope_inv_freq=rope_inv_freq,
+            max_model_len=native.spec.max_model_len,
+            vocab_size=native.spec.shape.vocab_size,
+            weights_bytes=num_bytes,
+            workspace_bytes=target.workspace_bytes(shape),
+            shares_weights=is_shared,
+            rope_inv_freq=np.asarray(native.spec.rope_inv_freq, np.float64).astype(np.float32),
         )
 
-    def _part_of(self, spec: ModelSpec, canonical: CanonicalWeights) -> tuple[DecoderShape, KVGeometry, Weights, int]:
-        """Shape, KV geometry, weights and bytes of weights of what is to be loaded."""
+    def _part_shape(self, spec: ModelSpec) -> tuple[DecoderShape, KVGeometry]:
+        """Of what is to be loaded."""
         geometry = self._geometry(spec)
         if self.part is None:
-            return spec.shape, geometry, canonical, canonical.num_bytes()
+            return spec.shape, geometry
         try:
             shape = self.part.shape_of(spec.shape)
         except ValueError as error:
             raise ModelError(f"model {self.model.name!r}: stage_layers: {error}.") from None
-        weights = StageWeights(canonical, self.part)
         self.say(f"{self.part}, {shape.num_layers} layers")
-        return shape, self.part.geometry_of(geometry), weights, canonical.num_bytes(map(weights.source_of, weights))
+        return shape, self.part.geometry_of(geometry)
+
+    def _read(self, native: _Native, shape: DecoderShape, target: LoadTarget) -> tuple[Weights, int]:
+        """The weights, read from the files when they are asked for, and how many bytes they will take."""
+        from remora.deployments.models.canonical_weights import CanonicalWeights
+
+        canonical = CanonicalWeights(native.spec, native.open_source(), self.say)
+        weights: Weights = canonical
+        num_bytes = canonical.num_bytes()
+        if self.part is not None:
+            weights = of_stage = StageWeights(canonical, self.part)
+            num_bytes = canonical.num_bytes(map(of_stage.source_of, of_stage))
+        if target.kind != "cpu":
+            # A tied head is the embedding itself.
+            num_bytes = min(num_bytes, canonical.num_bytes(canonical))
+        target.check_memory(self.model.name, num_bytes, target.workspace_bytes(shape))
+        self.say(f"packing {num_bytes // MiB} MiB of {self.model.weights} weights")
+        if canonical.num_exact():
+            self.say(f"{canonical.num_exact()} matrices are taken over from the file exactly")
+        return weights, num_bytes
 
     def _transformers(self, foreign: _Foreign) -> LoadedModel:
         from remora.deployments.models.hf_config import rope_text
-        from remora.deployments.models.safetensors_weights import weight_files
         from remora.deployments.models.transformers_decoder import TransformersDecoder
         from remora.deployments.models.transformers_load import load_transformers, transformers_bytes
         from remora.deployments.models.transformers_probe import check_paged_logits
+        from remora.deployments.models.weight_files import weight_files
 
         model, (folder, config, context_len, tokenizer) = self.model, foreign
         target = self.target or host_target()
@@ -355,6 +351,7 @@ class _Loader:
         vocab_size: int,
         weights_bytes: int,
         workspace_bytes: int = 0,
+        shares_weights: bool = False,
         rope_inv_freq: NDArray[np.float32] | None = None,
     ) -> LoadedModel:
         self.say(f"ready: {decoder.name}, context {max_model_len}, {geometry.block_bytes} bytes of KV a block")
@@ -371,5 +368,6 @@ class _Loader:
             vocab_size=vocab_size,
             weights_bytes=weights_bytes,
             workspace_bytes=workspace_bytes,
+            shares_weights=shares_weights,
             rope_inv_freq=rope_inv_freq,
         )

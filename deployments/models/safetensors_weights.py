@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from remora.deployments.models.weight_files import weight_files
 from remora.deployments.models.weight_map import HUGGING_FACE
 from remora.kernels.grouped import GroupedPrecision, GroupedTensor
 from remora.platform.base.errors import ModelError
@@ -63,24 +63,3 @@ class SafetensorsSource:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor: torch.Tensor = self._open[name].get_tensor(name)
         return tensor.to(dtype)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The folder's weight files in a fixed order. Raises ModelError when there are none, or a shard is missing."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise ModelError(
-            f"{folder}: there is no model.safetensors and no model.safetensors.index.json; "
-            "only safetensors weights are read."
-        )
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / name for name in names]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index}: is not an index of shards: {error!r}") from None
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise ModelError(f"{folder}: the shard {missing[0]} named in {index.name} is missing.")
-    return files

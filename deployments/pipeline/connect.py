@@ -10,7 +10,7 @@ import ray
 
 from remora.cache_actors.port import StepGate
 from remora.cache_actors.process_watch import process_identity
-from remora.deployments.models.load import LoadedModel
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.pipeline.base import StageCard, StageTables, TransportKind
 from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder, PipelineLimits
 from remora.deployments.pipeline.rings import create_rings, open_ring, remove_rings, result_room_bytes

@@ -28,7 +28,7 @@ from remora.cache_actors.pool_handles import get_or_create_pool
 from remora.cache_actors.port import StepGate
 from remora.cache_actors.process_watch import ProcessWatch
 from remora.cache_actors.stage_pools import StagePools
-from remora.deployments.models.load import LoadedModel
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.pipeline.base import StageCard, StageLease
 from remora.deployments.pipeline.connect import choose_transport, connect_stages
 from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder, PipelineLimits

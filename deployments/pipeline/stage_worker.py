@@ -15,8 +15,10 @@ import ray
 from remora.cache_actors.arena import Arena, ArenaView
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.step_lock import StepLock
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
 from remora.deployments.models.load_target import device_target
+from remora.deployments.models.loaded_model import LoadedModel
+from remora.deployments.models.weight_storage import WeightStorage
 from remora.deployments.pipeline.base import StageCard, StageLease, StageStats
 from remora.deployments.pipeline.pipeline_decoder import PipelineLimits
 from remora.deployments.pipeline.rings import open_ring
@@ -38,6 +40,7 @@ class StageWorker:
 
     def __init__(self, config: RemoraConfig, model_name: str, part: StagePart, device_name: str) -> None:
         logging.basicConfig(level=logging.INFO)
+        self._cluster = config.cluster
         self._model_config = next(model for model in config.models if model.name == model_name)
         self._device = next(device for device in config.devices if device.name == device_name)
         self._part = part
@@ -56,6 +59,7 @@ class StageWorker:
             num_threads=self._device.num_threads,
             target=device_target(self._device, self._model_config),
             part=self._part,
+            storage=WeightStorage.of_cluster(self._cluster, num_threads=self._device.num_threads),
         )
         return StageCard(
             stage=self._part.stage,

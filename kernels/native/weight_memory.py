@@ -66,6 +66,14 @@ class WeightMemory:
         array: Any = (ctypes.c_uint8 * num_bytes).from_address(self.address)
         return np.frombuffer(array, np.uint8)
 
+    def allocate(self, num_bytes: int) -> None:
+        """Takes huge pages for the first bytes before they are written, where shared memory can have some: filling
+        small pages first and merging them then takes several times as long."""
+        if self.is_shared:
+            # Linux merges no range without any page.
+            self.bytes_view(whole_pages(num_bytes))[::HUGE_PAGE_BYTES] = 0
+            self.collapse(num_bytes)
+
     def make_read_only(self, fd: int) -> None:
         """Maps the file of shared memory again, at the same address, so that nobody here can write to it."""
         _map(self.address, self.num_bytes, _PROT_READ, _MAP_SHARED | _MAP_FIXED, fd)
@@ -90,3 +98,19 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, fd: i
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     return found
+
+
+@functools.cache
+def shared_memory_is_fast() -> bool:
+    """Whether files in memory can get huge pages here (tried once)."""
+    try:
+        fd = os.memfd_create("remora-probe", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, HUGE_PAGE_BYTES)
+            memory = WeightMemory(HUGE_PAGE_BYTES, fd=fd)
+            memory.bytes_view(1)[:] = 0  # Linux merges no range without any page
+            return memory.collapse(HUGE_PAGE_BYTES)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False

@@ -85,6 +85,8 @@ class ClusterConfig(_Section):
     #: "local" starts a Ray of its own; else the address of a running cluster.
     ray_address: str = "local"
     object_store_bytes: ByteSize = ByteSize(128 * MiB)
+    #: Packed weights kept on disk below state_dir, for the next start; 0 keeps none.
+    packed_weights_bytes: ByteSize = ByteSize(16384 * MiB)
     #: Where sessions are kept, as SQLAlchemy writes it; None: a SQLite file in the state directory.
     database_url: Annotated[str, Field(min_length=1)] | None = None
     #: Run check_integrity() of every stateful class whenever it is idle.

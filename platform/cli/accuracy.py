@@ -11,7 +11,8 @@ import click
 from remora.deployments.accuracy.gate import Verdict, VerdictStore, adopted_bars, bars_of, has_passed
 from remora.deployments.accuracy.measure import Accuracy, measure, measure_adopted, own_text, text_id
 from remora.deployments.models.compatible import check_compatible
-from remora.deployments.models.load import LoadedModel, load_model, read_kv_identity
+from remora.deployments.models.load import load_model, read_kv_identity
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.models.source import resolve_source
 from remora.platform.base.config import DeviceConfig, RemoraConfig, load_config, parse_config
 from remora.platform.base.errors import ConfigError

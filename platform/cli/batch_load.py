@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from remora.deployments.engine.messages import TokenDelta
-from remora.deployments.models.load import LoadedModel
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.platform.base.ids import RequestId
 from remora.platform.cli.lone_engine import LoneEngine
 

@@ -10,7 +10,7 @@ from remora.cache_actors.port import OpenGate
 from remora.deployments.engine.base import EngineConfig, EngineNamespace
 from remora.deployments.engine.engine import Engine
 from remora.deployments.engine.messages import GenerationRequest, SamplingParams, TokenDelta
-from remora.deployments.models.load import LoadedModel
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.namespaces.hashing import chain_hashes, chain_root, sharing_domain
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.errors import RemoraError

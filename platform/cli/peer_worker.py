@@ -12,7 +12,8 @@ import json
 import sys
 from typing import Any
 
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.platform.base.model_config import ModelConfig
 from remora.platform.cli.batch_load import BatchCase, run_batch
 

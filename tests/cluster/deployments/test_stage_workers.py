@@ -18,7 +18,8 @@ from remora.cache_actors.arena import Arena
 from remora.cache_actors.arena_header import ArenaIdentity
 from remora.cache_actors.port import OpenGate
 from remora.cache_actors.process_watch import boot_id
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.pipeline.base import SameTables, StageCard, StageLease
 from remora.deployments.pipeline.connect import choose_transport, connect_stages
 from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder, PipelineLimits

@@ -17,7 +17,8 @@ from remora.deployments.accuracy.gate import Bars, Verdict, VerdictStore, bars_o
 from remora.deployments.accuracy.measure import Accuracy, measure, own_text, text_id
 from remora.deployments.models.canonical_weights import CanonicalWeights
 from remora.deployments.models.hf_config import decoder_spec, read_config
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.models.safetensors_weights import SafetensorsSource
 from remora.kernels.base import KVMemory
 from remora.kernels.batch import StepBatch

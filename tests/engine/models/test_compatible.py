@@ -13,7 +13,8 @@ from model_support import byte_tokenizer, save_tiny
 from remora.deployments.accuracy.gate import VerdictStore, check_compatible_gate
 from remora.deployments.accuracy.measure import measure_adopted
 from remora.deployments.models.compatible import compatible_identities
-from remora.deployments.models.load import LoadedModel, load_model, read_kv_identity
+from remora.deployments.models.load import load_model, read_kv_identity
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.platform.base.config import parse_config
 from remora.platform.base.errors import InvalidRequest, ModelError
 from remora.platform.base.model_config import ModelConfig

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +266,31 @@ def test_pre_tokenizers_split_numbers_as_their_models_do(pre: str, tmp_path: Pat
     assert tokenizer.decode(tokenizer.encode("x 1234  5<s>", False), False) == "x 1234  5<s>"
     if pre == "qwen2":
         assert tokenizer.decode(tokenizer.encode("e\u0301", False)) == "é", "Qwen normalises to NFC"
+
+
+def test_a_replica_whose_weights_are_packed_already_starts_without_torch(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", save_tiny(tmp_path, "llama"), "llama")
+    code = """
+import sys
+from pathlib import Path
+from remora.cache_actors.weight_cache import WeightCache
+from remora.cache_actors.weight_share import WeightShare
+from remora.deployments import replica
+from remora.deployments.models.load import load_model
+from remora.deployments.models.weight_storage import WeightStorage
+from remora.platform.base.model_config import ModelConfig
+folder = Path(sys.argv[1])
+for cluster in sys.argv[2:]:
+    storage = WeightStorage(WeightShare(folder, cluster), WeightCache(folder, 1 << 30))
+    model = ModelConfig(name="m", source=str(folder / "m.gguf"), weights="int4")
+    loaded = load_model(model, block_tokens=32, num_threads=1, storage=storage)
+    storage.settle()
+    print(len({"torch", "transformers"} & set(sys.modules)))
+"""
+
+    def start(*clusters: str) -> list[str]:
+        command = [sys.executable, "-c", code, str(tmp_path), *clusters]
+        return subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout.split()
+
+    assert start("c") == ["1"], "packing needs torch"
+    assert start("c", "c") == ["0", "0"], "neither does reading them, nor sharing them"

@@ -10,8 +10,9 @@ import pytest
 import transformers
 from model_support import Runner, plain_logits, random_prompt, save_tiny
 
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
 from remora.deployments.models.load_target import MakeDecoder, host_target
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.kernels.reference.decoder import TorchDecoder
 from remora.platform.base.model_config import ModelConfig
 

@@ -11,7 +11,8 @@ import pytest
 
 from remora.cache_actors.kv_sequences import KVSequences
 from remora.cache_actors.local_pool import LocalPool
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.kernels.batch import StepBatch
 from remora.kernels.mover import KVMover
 from remora.namespaces.commands import Admit, Admitted, Extend, Extended, ExtendItem

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from model_support import Memory, random_prompt, save_tiny
 
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.models.safetensors_weights import SafetensorsSource
 from remora.deployments.pipeline.stage_split import stage_split
 from remora.kernels.batch import StepBatch

@@ -12,7 +12,8 @@ import pytest
 import torch
 from model_support import Runner, plain_logits, random_prompt, save_tiny
 
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.models.transformers_decoder import TransformersDecoder
 from remora.kernels.batch import StepBatch
 from remora.platform.base.errors import KernelError, ModelError
