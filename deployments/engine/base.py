@@ -114,8 +114,10 @@ class EngineConfig:
     publish_interval_s: float = 0.05
     #: Pause before the pool is asked again after it refused to extend a sequence.
     extend_retry_s: float = 0.005
-    #: Longest sleep of the engine's thread without work; bounds how late deadlines are noticed.
+    #: Longest sleep of the engine's thread while requests wait; bounds how late their deadlines are noticed.
     idle_wait_s: float = 0.05
+    #: The same while there are none: whatever happens then wakes it.
+    rest_wait_s: float = 2.0
     #: Runs check_integrity() whenever the engine is idle.
     debug: bool = False
 

@@ -371,9 +371,13 @@ class Engine:
                 self._recover(error)
                 has_computed = False
             if not has_computed and not self._inbox:
-                # Running sequences without work wait for blocks.
-                waits = self._config.extend_retry_s if self._scheduler.running else self._config.idle_wait_s
-                self._wake.wait(waits)
+                self._wake.wait(self._wait_s())
+
+    def _wait_s(self) -> float:
+        """How long to sleep without work."""
+        if self._scheduler.running:
+            return self._config.extend_retry_s  # they wait for blocks
+        return self._config.idle_wait_s if self._book.live else self._config.rest_wait_s
 
     def _recover(self, error: Exception) -> None:
         """Ends what is live after a bug, so that the next requests find a working engine; if that fails too, fences."""

@@ -139,6 +139,23 @@ def test_the_engine_serves_from_a_thread_of_its_own(harness) -> None:
         assert one.outputs[request_id, 0].token_ids == expected_greedy(f"{i}{PROMPT}", 15)
 
 
+def test_an_engine_without_requests_rests_until_one_comes(harness, monkeypatch) -> None:
+    one = harness(clock=SystemClock(), delivery="threads", num_blocks=40, rest_wait_s=600.0)
+    steps = []
+    plain_step = one.engine.step
+    monkeypatch.setattr(one.engine, "step", lambda: steps.append(1) or plain_step())
+    one.engine.start()
+    for _ in range(2):
+        request_id = one.submit(PROMPT, max_tokens=15)
+        wait_for(lambda: one.is_done)
+        assert one.outputs[request_id, 0].token_ids == expected_greedy(PROMPT, 15)
+        wait_for(lambda: one.num_referenced_blocks == 0)
+        time.sleep(0.05)
+        num_steps = len(steps)
+        time.sleep(0.25)
+        assert len(steps) == num_steps
+
+
 def test_stopping_answers_what_is_live_as_unavailable_and_gives_its_blocks_back(harness) -> None:
     one = harness(clock=SystemClock(), num_blocks=200)
     one.model.decoder.trouble = lambda history: time.sleep(0.001)
