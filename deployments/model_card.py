@@ -42,6 +42,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int = 0
     shares_weights: bool = False
     pid: int
+    #: Seconds from the start of its process until it served, by what was done in them.
+    start_s: dict[str, float] = {}
     #: Each namespace may have a precision of its own.
     namespaces: dict[NamespaceId, NamespaceCard] = {}
     #: Changes with the above: feed messages say which is the present one.

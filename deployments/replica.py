@@ -52,6 +52,7 @@ from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.pipeline.stage_group import StageGroup, thread_counts
 from remora.deployments.pipeline.stage_split import stage_split
 from remora.deployments.stall import StallWatch
+from remora.deployments.start_times import StartTimes
 from remora.kernels.base import check_decoder_health
 from remora.kernels.stages import StagePart
 from remora.namespaces.geometry import Precision
@@ -83,6 +84,7 @@ class ModelReplica:
 
     async def __init__(self, config: RemoraConfig, model_name: str) -> None:  # type: ignore[misc]  # Serve awaits it
         """Loads the model and joins the pool of its device on this node. Raises ModelError, ArenaError or PoolError."""
+        self._start_times = StartTimes("process")
         logging.basicConfig(level=logging.INFO)
         bind_replica_to_loopback()
         show_thread_name("event loop")
@@ -98,6 +100,7 @@ class ModelReplica:
         self._node_id = ray.get_runtime_context().get_node_id()
         pool = get_or_create_pool(config, self._device.name, self._node_id)
         part: StagePart | None = None
+        self._start_times.end("pool")
         if self._model_config.pipeline_stages > 1:
             threads = thread_counts(config, self._model_config)
             split = await asyncio.to_thread(stage_split, self._model_config, threads, state_dir)
@@ -111,6 +114,7 @@ class ModelReplica:
             part=part,
             storage=WeightStorage.of_cluster(config.cluster, num_threads=self._device.num_threads),
         )
+        self._start_times.end("model")
         check_gate(self._model_config, self._model.geometry, self._model.fingerprint, state_dir)
         own = self._model.kv_identity
         others = await asyncio.to_thread(compatible_identities, config, self._model_config, own)
@@ -135,6 +139,7 @@ class ModelReplica:
             others=others,
         )
         await self._formats.start()
+        self._start_times.end("lease")
         self._gate = StepLock(
             Path(self._lease.binding.step_lock_path),
             weight=config.step_weight_of(self._model_config),
@@ -179,9 +184,11 @@ class ModelReplica:
         self._idle = IdleWatch(self._model_config.idle_timeout_s)
         self._draining = False
         self._engine.start()
+        self._start_times.end("engine")
         self._membership = RegistryMember(get_or_create_registry(config.cluster), self._record(), self._report)
         await self._membership.start()
-        logger.info("replica %s of %s is up", self.replica_id, model_name)
+        self._start_times.end("registry")
+        logger.info("replica %s of %s is up, %s", self.replica_id, model_name, self._start_times)
 
     def _tails(self) -> NodeArenas | None:
         """None on a GPU, whose memory others cannot map by a path."""
@@ -248,6 +255,7 @@ class ModelReplica:
                 weights_bytes=self._model.weights_bytes,
                 shares_weights=self._model.shares_weights,
                 pid=os.getpid(),
+                start_s=self._start_times.seconds,
                 namespaces=self._formats.cards(),
                 card_no=self._formats.version,
             )
