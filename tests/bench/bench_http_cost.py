@@ -35,7 +35,8 @@ import httpx
 from bench_memory import descendants, title
 
 from remora.deployments.engine.messages import TokenDelta
-from remora.deployments.models.load import LoadedModel, load_model
+from remora.deployments.models.load import load_model
+from remora.deployments.models.loaded_model import LoadedModel
 from remora.platform.base import telemetry_names as names
 from remora.platform.base.model_config import ModelConfig
 from remora.platform.cli.lengths import Lengths

@@ -7,7 +7,7 @@ Starts a platform with the same model three times: a and b with weight 1, c with
     a alone, its neighbours idle | a and b | a and c | a alone, its neighbours asleep
 
 get so many streaming clients for each busy model, and what `/metrics` counts over `--seconds` of it is taken: output
-tokens, and the device's time that each model had. CPU time is that of the replicas' processes, from /proc; the wait is
+tokens, and the device's time that each model had, of which DEVICE HELD is the sum. CPU time is that of the replicas' processes, from /proc; the wait is
 a model's per second. Load generator, HTTP and Ray run on the same cores. Figures are medians over the rounds; a run
 together is compared with the same round's run alone.
 """
@@ -56,8 +56,13 @@ class Run:
     def total(self) -> float:
         return sum(self.tokens.values())
 
+    @property
+    def held_s(self) -> float:
+        """Of a second, in which some model had the device. The rest nobody asked for, or it was kept free for somebody."""
+        return sum(self.turn_s.values())
+
     def share(self, model: str) -> float:
-        return self.turn_s[model] / sum(self.turn_s.values())
+        return self.turn_s[model] / self.held_s
 
 
 class Bench:
@@ -174,6 +179,8 @@ def main() -> None:
     for name, own in runs.items():
         ratios = [run.total / alone.total for run, alone in zip(own, runs["a alone"], strict=True)]
         row = [name, f"{statistics.median(run.total for run in own):.0f}", f"{statistics.median(ratios):.3f}"]
+        held_s = statistics.median(run.held_s for run in own)
+        row += [f"{held_s:.3f}", f"{statistics.median(run.total / run.held_s for run in own):.0f}"]
         for model in WEIGHTS:
             share = statistics.median(run.share(model) for run in own)
             waited = statistics.median(run.wait_s[model] for run in own)
@@ -181,7 +188,7 @@ def main() -> None:
             row.append(f"{share:.3f} / {waited:.2f} / {100 * cpu:.2f} %")
         rows.append(row)
     columns = [f"{model.upper()} (WEIGHT {weight:g}): SHARE / WAIT / CPU" for model, weight in WEIGHTS.items()]
-    print_table(["BUSY", "TOK/S", "OF ALONE", *columns], rows)
+    print_table(["BUSY", "TOK/S", "OF ALONE", "DEVICE HELD", "TOK/S OF THAT", *columns], rows)
     print("wanted: a and b 0.500 each, a and c 0.250 and 0.750, within 5 %; the sum of two at least 0.95 of one alone;")
     print("an idle neighbour under 1 % of a core's time")
 
