@@ -38,7 +38,7 @@ from remora.cache_actors.session_registry import SessionRegistry
 from remora.namespaces.session_commands import SessionCommand
 from remora.platform.base.config import ClusterConfig
 from remora.platform.base.ids import ModelId, ReplicaId
-from remora.platform.base.state_store import SqlStateStore, database_url_of
+from remora.platform.base.state_store import StateStore, database_url_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,13 @@ logger = logging.getLogger(__name__)
 _COALESCE_S: Final = 0.02
 _command_decoder = msgspec.msgpack.Decoder(SessionCommand)
 _encoder = msgspec.msgpack.Encoder()
+
+
+def _open_store(database_url: str) -> StateStore:
+    # Here, so that replicas and routers, which only call the registry, do without SQLAlchemy.
+    from remora.platform.base.sql_state_store import SqlStateStore
+
+    return SqlStateStore(database_url)
 
 
 class RegistryActor:
@@ -73,7 +80,7 @@ class RegistryActor:
         context = ray.get_runtime_context()
         self._node_id: str = context.get_node_id()
         self._sessions = SessionRegistry(
-            lambda: SqlStateStore(database_url),
+            partial(_open_store, database_url),
             cluster_id=context.get_session_name(),
             on_removed=partial(end_sessions, cluster_name),
         )

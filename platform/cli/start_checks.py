@@ -17,7 +17,8 @@ from remora.kernels.base import DecoderShape
 from remora.platform.base.config import HttpConfig, RemoraConfig
 from remora.platform.base.errors import ConfigError, ModelError
 from remora.platform.base.model_config import ModelConfig
-from remora.platform.base.state_store import check_database_url, database_url_of
+from remora.platform.base.sql_state_store import check_database_url
+from remora.platform.base.state_store import database_url_of
 from remora.platform.cli.progress import size_text
 
 #: Blocks of the largest geometry that an extent must hold (design §1).

@@ -7,9 +7,9 @@ Starts a platform with the same model three times: a and b with weight 1, c with
     a alone, its neighbours idle | a and b | a and c | a alone, its neighbours asleep
 
 get so many streaming clients for each busy model, and what `/metrics` counts over `--seconds` of it is taken: output
-tokens, and the device's time that each model had, of which DEVICE HELD is the sum. CPU time is that of the replicas' processes, from /proc; the wait is
-a model's per second. Load generator, HTTP and Ray run on the same cores. Figures are medians over the rounds; a run
-together is compared with the same round's run alone.
+tokens, and the device's time that each model had (DEVICE HELD is the sum). CPU time is that of the replicas' processes,
+from /proc; the wait is a model's per second. Load generator, HTTP and Ray run on the same cores. Figures are medians
+over the rounds; a run together is compared with the same round's run alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def held_s(self) -> float:
-        """Of a second, in which some model had the device. The rest nobody asked for, or it was kept free for somebody."""
+        """Of a second, in which some model had the device; the rest was nobody's."""
         return sum(self.turn_s.values())
 
     def share(self, model: str) -> float:

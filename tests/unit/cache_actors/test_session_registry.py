@@ -28,7 +28,8 @@ from remora.namespaces.session_commands import (
 from remora.namespaces.session_log import pack_tokens, unpack_tokens
 from remora.platform.base.errors import Conflict, NotFound, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, SessionId
-from remora.platform.base.state_store import Change, SqlStateStore
+from remora.platform.base.sql_state_store import SqlStateStore
+from remora.platform.base.state_store import Change
 
 S = SessionId("s")
 M = ModelId("m")

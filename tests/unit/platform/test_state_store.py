@@ -15,12 +15,11 @@ import pytest
 
 from remora.platform.base.config import ClusterConfig
 from remora.platform.base.errors import ConfigError, Unavailable
+from remora.platform.base.sql_state_store import SqlStateStore, check_database_url
 from remora.platform.base.state_store import (
     AppendRecord,
     PutValue,
     RemoveStream,
-    SqlStateStore,
-    check_database_url,
     database_url_of,
     default_database_url,
 )
@@ -55,7 +54,8 @@ def test_a_batch_is_written_whole_or_not_at_all(database_url: str) -> None:
 
 def test_what_was_written_outlives_a_kill(database_url: str) -> None:
     program = f"""
-        from remora.platform.base.state_store import AppendRecord, SqlStateStore
+        from remora.platform.base.sql_state_store import SqlStateStore
+        from remora.platform.base.state_store import AppendRecord
         store = SqlStateStore({database_url!r})
         for no in range(1, 1000000):
             store.write([AppendRecord("a", no, b"x" * 100)])

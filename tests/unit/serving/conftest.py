@@ -33,7 +33,8 @@ from remora.platform.base.config import RemoraConfig, parse_config
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, ReplicaId, RouterId
 from remora.platform.base.span_file import traces_dir
-from remora.platform.base.state_store import SqlStateStore, default_database_url
+from remora.platform.base.sql_state_store import SqlStateStore
+from remora.platform.base.state_store import default_database_url
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import OneRouter

@@ -19,7 +19,8 @@ from remora.deployments.session_turns import SessionTurns
 from remora.namespaces.session_commands import CreateSession, SessionHead, ShowSession
 from remora.platform.base.errors import Conflict
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RouterId, SessionId
-from remora.platform.base.state_store import SqlStateStore, default_database_url
+from remora.platform.base.sql_state_store import SqlStateStore
+from remora.platform.base.state_store import default_database_url
 
 
 @pytest.fixture
