@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from engine_support import FINGERPRINT, Harness
 from fake_cupy import FakeRuntime, fake_cupy
-from pool_helpers import set_quota, settings
-from test_pool_client import Handle
+from pool_helpers import Handle, set_quota, settings
 from tiny_llama import LLAMA_GEOMETRY, tiny_llama, tiny_llama_on
 
 from remora.cache_actors.block_exports import checksum

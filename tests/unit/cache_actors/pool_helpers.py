@@ -1,11 +1,16 @@
-"""Small pools for tests: geometries of a few hundred bytes, settings, and the commands of a replica."""
+"""Small pools for tests: geometries of a few hundred bytes, settings, a handle, and the commands of a replica."""
 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from ray.exceptions import ActorUnavailableError
+
+from remora.cache_actors.pool_actor import PoolActor
 from remora.cache_actors.pool_settings import POOL_LEASE, PoolSettings
 from remora.cache_actors.process_watch import process_identity
 from remora.namespaces.commands import Admit, Attach, Detach, Publish, Quota, Release, Seal, SetQuota
@@ -111,3 +116,28 @@ class ReplicaCalls:
 
     def detach(self) -> Detach:
         return Detach(lease_id=self.lease_id, call_no=self._next())
+
+
+class Handle:
+    """Like a Ray handle of the actor; loses calls on their way there or answers on their way back."""
+
+    def __init__(self, actor: PoolActor, loss: float = 0.0) -> None:
+        self.actor = actor
+        self.loss = loss
+        self.num_rpcs = 0
+        self._random = random.Random(4)
+
+    def __getattr__(self, name: str) -> Any:
+        handle = self
+
+        class Method:
+            async def remote(self, *arguments: Any) -> Any:
+                handle.num_rpcs += 1
+                if handle._random.random() < handle.loss:
+                    raise ActorUnavailableError("lost on the way there", None)
+                answer = await getattr(handle.actor, name)(*arguments)
+                if handle._random.random() < handle.loss:
+                    raise ActorUnavailableError("lost on the way back", None)
+                return answer
+
+        return Method()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,8 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from pool_helpers import BLOCK_TOKENS, KiB, geometry, set_quota, settings
-from ray.exceptions import ActorUnavailableError
+from pool_helpers import BLOCK_TOKENS, Handle, KiB, geometry, set_quota, settings
 
 from remora.cache_actors.kv_sequences import KVSequences
 from remora.cache_actors.pool_actor import PoolActor
@@ -36,31 +34,6 @@ from remora.platform.base.errors import Conflict, PoolError, UnknownSequence
 from remora.platform.base.ids import LeaseId, ModelId, NamespaceId, ReplicaId, SequenceId
 
 UNSTAMPED = LeaseId("")
-
-
-class Handle:
-    """Like a Ray handle of the actor; loses calls on their way there or answers on their way back."""
-
-    def __init__(self, actor: PoolActor, loss: float = 0.0) -> None:
-        self.actor = actor
-        self.loss = loss
-        self.num_rpcs = 0
-        self._random = random.Random(4)
-
-    def __getattr__(self, name: str) -> Any:
-        handle = self
-
-        class Method:
-            async def remote(self, *arguments: Any) -> Any:
-                handle.num_rpcs += 1
-                if handle._random.random() < handle.loss:
-                    raise ActorUnavailableError("lost on the way there", None)
-                answer = await getattr(handle.actor, name)(*arguments)
-                if handle._random.random() < handle.loss:
-                    raise ActorUnavailableError("lost on the way back", None)
-                return answer
-
-        return Method()
 
 
 @pytest.fixture
