@@ -42,6 +42,8 @@ def local_ray_environment(temp_dir: Path) -> dict[str, str]:
         # Nobody restarts its GCS: who has lost it need not wait the default minute for it.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Events of tasks are for Ray's dashboard, which is not started.
+        "RAY_task_events_report_interval_ms": "0",
         # Fixed otherwise, so that a second instance on the machine would not start.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_port),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_port),

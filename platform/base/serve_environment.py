@@ -83,6 +83,8 @@ def serve_environment(temp_dir: Path | None = None, *, drain_timeout_s: float = 
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
         # Shorter than Serve has it: an old HAProxy finds at most another router of the same application there.
         "RAY_SERVE_PORT_QUARANTINE_S": "5",
+        # Ten times a second otherwise, in every idle process, for metrics that nothing here reads.
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{drain_timeout_s:.0f}",
     }
     if temp_dir is not None:

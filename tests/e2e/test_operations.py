@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from remora.deployments.accuracy.gate import Bars, Verdict, VerdictStore
+from remora.kernels.native.weight_memory import shared_memory_is_fast
 from remora.platform.cli.processes import command_of, marked_processes
 
 pytestmark = pytest.mark.e2e
@@ -121,6 +123,23 @@ def test_namespaces_and_pools_show_quotas_and_usage(platform: Any) -> None:
     assert {lease["model"] for lease in pool["leases"]} == {"smollm2", "smollm2-int8"}
     replicas = platform.get("/v1/replicas")["data"]
     assert sorted(each["model"] for each in replicas if each["connected"]) == ["smollm2", "smollm2", "smollm2-int8"]
+
+
+def test_replicas_of_a_model_use_one_copy_of_its_weights(platform: Any) -> None:
+    cards = [each["card"] for each in platform.get("/v1/replicas")["data"] if each["connected"]]
+    assert {card["shares_weights"] for card in cards} == {shared_memory_is_fast()}
+    mapped: dict[str, list[frozenset[str]]] = {}
+    for card in cards:
+        maps = Path(f"/proc/{card['pid']}/maps").read_text()
+        inodes = frozenset(re.findall(r" r--s \S+ \S+ (\d+) +/memfd:remora-weights", maps))
+        mapped.setdefault(card["model_id"], []).append(inodes)
+        assert card["weights_bytes"] > 2**26
+        assert list(card["start_s"]) == ["process", "pool", "model", "lease", "engine", "registry"]
+    if shared_memory_is_fast():
+        first, second = mapped["smollm2"]
+        (other,) = mapped["smollm2-int8"]
+        assert first == second
+        assert len(first) == len(other) == len(first ^ other) / 2 == 1
 
 
 def test_a_namespace_gets_another_kv_precision_while_a_request_runs(platform: Any) -> None:
