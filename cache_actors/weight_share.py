@@ -29,9 +29,7 @@ from remora.platform.base.paths import shared_memory_prefix
 
 logger = logging.getLogger(__name__)
 
-# linux/fcntl.h; Python names the calls, but not before 3.13 on every build.
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8  # seals, shrinking, growing, writing
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _SUFFIX: Final = ".weights"
 _MAX_INDEX_BYTES: Final = 16 * 1024 * 1024
 
@@ -99,7 +97,7 @@ class WeightIndex:
             memory.make_read_only(read_only)
             if not memory.collapse(manifest.num_bytes):
                 logger.warning("weights lie on small pages, which makes steps slower: no free huge pages")
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         finally:
             os.close(read_only)
         self._join(manifest, (), fd)
@@ -186,7 +184,7 @@ def _open_memory(user: _User, manifest: PackedManifest) -> tuple[WeightMemory, i
     try:
         status = os.fstat(fd)
         is_right = status.st_uid == os.getuid() and status.st_size == num_bytes
-        if is_right and fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS:
+        if is_right and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS:
             memory = WeightMemory(num_bytes, fd=fd, writable=False)
             memory.collapse(num_bytes)
             return memory, fd

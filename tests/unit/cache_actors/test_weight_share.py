@@ -116,7 +116,7 @@ def test_shared_weights_cannot_be_written_by_anybody(tmp_path: Path) -> None:
         os.pwrite(int(descriptor), b"x", 0)
     with pytest.raises(PermissionError):
         os.ftruncate(int(descriptor), 0)
-    assert fcntl.fcntl(int(descriptor), 1034) == 0xF
+    assert fcntl.fcntl(int(descriptor), fcntl.F_GET_SEALS) == 0xF
 
 
 def _target(number: str) -> str:
