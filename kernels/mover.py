@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +43,15 @@ def mover_of(decoder: Decoder, memory: KVMemory, rope_inv_freq: NDArray[np.float
     make = getattr(decoder, "mover", KVMover)
     mover: Mover = make(memory, rope_inv_freq)
     return mover
+
+
+@functools.cache
+def prepare_moves() -> None:
+    """Begins to load what `KVMover.move` needs, once and in the background: torch, which a replica whose weights were
+    packed already does not have yet, takes a second or two."""
+    threading.Thread(
+        target=import_module, args=("remora.kernels.reference.move_slots",), name="prepare-moves", daemon=True
+    ).start()
 
 
 class KVMover:

@@ -11,6 +11,7 @@ from remora.deployments.engine.messages import GenerationRequest
 from remora.deployments.engine.output import OutputText
 from remora.deployments.engine.sequence import Sequence
 from remora.kernels.base import KVMemory
+from remora.kernels.mover import prepare_moves
 
 
 class LiveRequest:
@@ -48,6 +49,9 @@ def make_sequences(live: LiveRequest, model: EngineModel, *, max_tokens: int, bl
     sampling = request.sampling
     # A configuration may name ends that the model has no logits for.
     eos_token_ids = tuple(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
+    window = ContextWindow(request.context, max_model_len=model.max_model_len)
+    if window.next_removal is not None:
+        prepare_moves()
     seed = sampling.seed if sampling.seed is not None else seed_of_request(request.request_id)
     return [
         Sequence(

@@ -7,6 +7,7 @@ import pytest
 from engine_support import BLOCK_TOKENS, FakeModel, Harness, Output, expected_greedy, rolled
 from tiny_llama import LLAMA_GEOMETRY, tiny_llama
 
+from remora.deployments.engine import live_request
 from remora.kernels.mover import KVMover
 from remora.namespaces.commands import Refused
 from remora.namespaces.edits import ContextPlan, Edits, Removal, after_removal, chain_edits, recomputed
@@ -43,6 +44,18 @@ def test_a_context_rolls_where_it_is_full_however_its_steps_are_cut(limit: int, 
     assert output.token_ids == expected
     assert left_of(prompt, output)[:-1] == context
     assert output.finish_reason == "length"
+    harness.close()
+
+
+def test_what_moves_tokens_is_loaded_ahead_for_requests_whose_context_may_roll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica whose weights were packed already has no torch; its engine must not wait for it at the first roll."""
+    asked: list[str] = []
+    monkeypatch.setattr(live_request, "prepare_moves", lambda: asked.append("asked"))
+    harness = Harness()
+    harness.run(tokens_of(20), context=ContextPlan(limit_tokens=64))
+    assert asked == []
+    harness.run(tokens_of(20), context=roll(64, 5))
+    assert asked == ["asked"]
     harness.close()
 
 
