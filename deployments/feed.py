@@ -1,4 +1,4 @@
-"""The feeds of one replica: what the engine thread produces, gathered per router and sent as one message a step.
+"""The feeds of one replica: what the engine thread produces, gathered per router, one message a step at most.
 
     engine thread ── emit(router, deltas) ──► hub ── messages(router) ──► router
                                                └── on_abandoned(requests): nobody waits for them any more
@@ -17,6 +17,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest, LoadReport, TokenDelta
+from remora.deployments.held_deltas import HeldDeltas
 from remora.platform.base.errors import IntegrityError, Unavailable
 from remora.platform.base.ids import ReplicaId, RequestId, RouterId
 
@@ -29,16 +30,16 @@ MAX_ROUTER_SILENCE_S = 5.0
 
 
 class _Feed:
-    __slots__ = ("closed", "deltas", "heard_s", "message_no", "num_open_choices", "wake")
+    __slots__ = ("closed", "deltas", "heard_s", "message_no", "timer", "wake")
 
     def __init__(self, now_s: float) -> None:
-        self.deltas: list[TokenDelta] = []
+        self.deltas = HeldDeltas(now_s)
         self.heard_s = now_s
         self.message_no = 0
         self.wake = asyncio.Event()
         self.closed = False
-        #: Of each request that was taken under this feed and has not ended.
-        self.num_open_choices: dict[RequestId, int] = {}
+        #: Releases what is held, if something is.
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class FeedHub:
@@ -76,12 +77,19 @@ class FeedHub:
         if feed is None:
             return
         for delta in deltas:
-            if delta.finish_reason is not None and delta.request_id in feed.num_open_choices:
-                feed.num_open_choices[delta.request_id] -= 1
-                if delta.finish_reason == "error" or not feed.num_open_choices[delta.request_id]:
-                    del feed.num_open_choices[delta.request_id]
-        feed.deltas.extend(deltas)
-        feed.wake.set()
+            feed.deltas.add(delta)
+        self._release(feed)
+
+    def _release(self, feed: _Feed) -> None:
+        """Sends what is due, and plans the rest."""
+        feed.deltas.release(self._loop.time())
+        if feed.timer is not None:
+            feed.timer.cancel()
+            feed.timer = None
+        if feed.deltas and not feed.closed:
+            feed.timer = self._loop.call_at(feed.deltas.due_s, self._release, feed)
+        if feed.deltas.ready:
+            feed.wake.set()
 
     def take(self, request: GenerationRequest) -> None:
         """Notes a request under its router's feed. Raises Unavailable without one: nobody would hear its answer."""
@@ -89,7 +97,7 @@ class FeedHub:
         if feed is None:
             raise Unavailable(f"router {request.router_id} has no open feed at replica {self._replica_id}")
         feed.heard_s = self._loop.time()
-        feed.num_open_choices[request.request_id] = request.num_choices
+        feed.deltas.take(request)
 
     def hear(self, router_id: RouterId) -> None:
         """Notes that the router is alive."""
@@ -114,7 +122,7 @@ class FeedHub:
     def drop(self, request_id: RequestId) -> None:
         """Forgets a request that was cancelled."""
         for feed in self._feeds.values():
-            feed.num_open_choices.pop(request_id, None)
+            feed.deltas.drop(request_id)
 
     def num_open(self) -> int:
         return len(self._feeds)
@@ -131,17 +139,16 @@ class FeedHub:
         self._plan_sweep()
         try:
             while not feed.closed:
-                deltas, feed.deltas = tuple(feed.deltas), []
                 feed.wake.clear()
                 yield FeedMessage(
                     replica_id=self._replica_id,
                     message_no=feed.message_no,
-                    deltas=deltas,
+                    deltas=feed.deltas.take_ready(),
                     load=self._load(),
                     card_no=self._card_no(),
                 )
                 feed.message_no += 1
-                if not feed.deltas:
+                if not feed.deltas.ready:
                     timer = self._loop.call_later(self._heartbeat_s, feed.wake.set)
                     try:
                         await feed.wake.wait()
@@ -157,8 +164,10 @@ class FeedHub:
         if feed is not None:
             feed.closed = True
             feed.wake.set()
-            logger.info("feed of router %s ended with %d requests open", router_id, len(feed.num_open_choices))
-            self._on_abandoned(tuple(feed.num_open_choices))
+            if feed.timer is not None:
+                feed.timer.cancel()
+            logger.info("feed of router %s ended with %d requests open", router_id, len(feed.deltas.open))
+            self._on_abandoned(tuple(feed.deltas.open))
 
     def close_all(self) -> None:
         """Ends every feed: the replica is going away."""
@@ -170,7 +179,9 @@ class FeedHub:
         for router_id, feed in self._feeds.items():
             if feed.closed:
                 raise IntegrityError(f"feed of router {router_id} is closed but still registered")
-            if any(count < 1 for count in feed.num_open_choices.values()):
+            if any(request.num_choices < 1 for request in feed.deltas.open.values()):
                 raise IntegrityError(f"feed of router {router_id} holds a request that has ended")
-            if feed.deltas and not feed.wake.is_set():
+            if feed.deltas and feed.timer is None:
+                raise IntegrityError(f"feed of router {router_id} holds deltas back, and nothing will release them")
+            if feed.deltas.ready and not feed.wake.is_set():
                 raise IntegrityError(f"feed of router {router_id} has deltas that nothing will send")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from remora.cache_actors.port import KVSource
-from remora.deployments.engine.messages import GenerationRequest, Grammar, SamplingParams
+from remora.deployments.engine.messages import EventFrame, GenerationRequest, Grammar, SamplingParams
 from remora.deployments.model_card import ModelCard
 from remora.namespaces.edits import ContextPlan, chain_edits
 from remora.namespaces.hashing import chain_hashes
@@ -51,6 +51,9 @@ class GenerationJob:
     target: ReplicaId | None = None
     #: Where blocks of it may be, if that is not where `owner` is.
     kv_source: KVSource | None = None
+    #: See GenerationRequest.
+    frames: tuple[EventFrame, ...] = ()
+    wants_token_ids: bool = True
     #: W3C headers of the request's span.
     trace_context: Mapping[str, str] | None = None
 
@@ -76,5 +79,7 @@ class GenerationJob:
             epoch=self.epoch,
             context=self.context,
             num_kept_tokens=self.num_kept_tokens,
+            frames=self.frames,
+            wants_token_ids=self.wants_token_ids,
             trace_context=dict(self.trace_context or {}),
         )

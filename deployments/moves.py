@@ -149,6 +149,8 @@ class Moves:
             raise Conflict("The request waits for a replica or is being moved already; try again.", field="to")
         if source == target:
             raise Conflict(f"The request runs at {target!r} already.", field="to")
+        if stream.is_bound:
+            raise Conflict(f"{request.model_id} has failover: off: a stream that has begun stays.", field="to")
         if stream.attempt + SPARE_ATTEMPTS >= EPOCHS_PER_TURN:
             raise Conflict(f"The request was moved {stream.attempt} times already; it stays.", field="to")
         transfer: Transfer = "shared" if self.pool_of(source) == candidates[target].pool_id else "copied"

@@ -136,6 +136,7 @@ def _is_movable(stream: RequestStream) -> bool:
         stream.replica_id is not None
         and not stream.is_landing
         and not stream.is_moving
+        and not stream.is_bound
         and not stream.log.finished
         and to_come > MIN_TOKENS_TO_COME
     )

@@ -117,10 +117,15 @@ class RequestStream:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether it ends with its replica: it has begun, and its tokens are only there."""
+        return not self.request.wants_token_ids and not self.log.empty
+
     def leading_hashes(self, count: int) -> Sequence[BlockHash]:
         """Of its first blocks: the prompt's, and where these are fewer than `count`, those of what was generated."""
         hashes = self.request.block_hashes
-        if len(hashes) >= count or self.log.empty or self.chain_start is None:
+        if len(hashes) >= count or self.log.empty or self.chain_start is None or self.is_bound:
             return hashes
         root, block_tokens = self.chain_start
         tokens = (*self.request.prompt_token_ids, *self.log.token_ids()[0])

@@ -264,6 +264,9 @@ class RouterCore:
         logger.warning("request %s: %s; %d tokens are with the client", stream.attempt_id, error, stream.log.num_tokens)
         self._withdraw(stream)
         stream.num_lost += 1
+        if stream.is_bound:
+            self._fail(stream, Unavailable(f"{error}; the model has failover: off, so that a stream ends with it"))
+            return
         if stream.num_lost > MAX_LOST_ATTEMPTS:
             self._fail(stream, error)
             return

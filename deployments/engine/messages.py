@@ -47,6 +47,13 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
+class EventFrame(msgspec.Struct, frozen=True, array_like=True):
+    """One choice's server-sent event without its text, which stands between the two as a JSON string."""
+
+    head: bytes
+    tail: bytes
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
     router_id: RouterId
@@ -75,6 +82,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Resumption. It computes all but the last token, says that it is ready, and waits. Only with one choice and
     #: without a context.
     standby_of: Epoch | None = None
+    #: Of an answer that is streamed, one for each choice: texts come as events that are ready to be sent.
+    frames: tuple[EventFrame, ...] = ()
+    #: Whether the router wants the tokens besides; without them nobody can go on with what has begun.
+    wants_token_ids: bool = True
     #: W3C trace context headers.
     trace_context: dict[str, str] = {}
 
@@ -126,15 +137,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float
 
 
-class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one choice produced since its last delta. `first_token_index` makes gaps and repeats visible."""
 
     request_id: RequestId
     choice_index: int
     epoch: Epoch
     first_token_index: int
-    token_ids: tuple[int, ...]
-    text: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    #: In place of the text, where the request has frames.
+    events: bytes = b""
+    #: Tokens that are not in `token_ids`, because nobody wants them.
+    num_unlisted_tokens: int = 0
     #: Per token: the chosen one first, then the top alternatives.
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     #: Set once, in a choice's last delta.

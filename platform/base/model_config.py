@@ -63,6 +63,8 @@ class ModelConfig(Section):
     idle_timeout_s: Annotated[float, Field(ge=1, le=1e7)] | None = None
     #: Longest that a request waits for replicas that were stopped so.
     wake_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
+    #: Whether a stream goes on elsewhere when its replica is lost; without that the router keeps none of its tokens.
+    failover: bool = True
     device: Name = "cpu0"
     #: Further devices of a node with blocks as long: its replicas there are spread over all of them in turn.
     more_devices: tuple[Name, ...] = ()

@@ -12,7 +12,7 @@ from remora.platform.http.chat_request import ChatRequest
 from remora.platform.http.choice_writers import ChatChoiceWriter
 from remora.platform.http.disconnect import until_disconnect
 from remora.platform.http.generation import Generation
-from remora.platform.http.generation_answers import answer_chunks, whole_answer
+from remora.platform.http.generation_answers import answer_chunks, frame_maker, whole_answer
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services
@@ -46,6 +46,9 @@ def chat_routes(services: Services) -> APIRouter:
                     logprobs=body.num_logprobs,
                     field="messages",
                     added=added,
+                    make_frame=frame_maker(ChatCompletionChunk, include_usage=body.include_usage)
+                    if body.stream
+                    else None,
                 )
                 writers = [ChatChoiceWriter(index, tokenizer) for index in range(generation.num_choices)]
                 first = await generation.next_deltas()

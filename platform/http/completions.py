@@ -13,7 +13,7 @@ from remora.platform.http.choice_writers import TextChoiceWriter
 from remora.platform.http.completion_request import CompletionRequest
 from remora.platform.http.disconnect import until_disconnect
 from remora.platform.http.generation import Generation
-from remora.platform.http.generation_answers import answer_chunks, whole_answer
+from remora.platform.http.generation_answers import answer_chunks, frame_maker, whole_answer
 from remora.platform.http.json_response import MsgspecJSONResponse
 from remora.platform.http.openapi import json_body
 from remora.platform.http.services import Services, encode
@@ -47,6 +47,7 @@ def completion_routes(services: Services) -> APIRouter:
                     logprobs=body.logprobs,
                     field="prompt",
                     added=added,
+                    make_frame=frame_maker(Completion, include_usage=body.include_usage) if body.stream else None,
                 )
                 echoes = _echoes(tokenizer, body, prompts)
                 writers = [TextChoiceWriter(index, tokenizer, echo) for index, echo in enumerate(echoes)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import Request
 from opentelemetry.trace import Span, SpanKind
 
-from remora.deployments.engine.messages import TokenDelta
+from remora.deployments.engine.messages import EventFrame, TokenDelta
 from remora.deployments.generation_job import GenerationJob
 from remora.deployments.models.tokenizer import ChatTokenizer
 from remora.deployments.request_stream import RequestStream
@@ -34,6 +34,8 @@ from remora.platform.http.span_content import SpanContent
 NAMESPACE_HEADER = "x-remora-namespace"
 TRACE_HEADER = "x-remora-trace-id"
 
+#: The events of a choice of a generation that has started, by its index within the whole HTTP request.
+MakeFrame = Callable[["Generation", int], EventFrame]
 #: Choice index within the whole HTTP request, and what it said.
 ChoiceDelta = tuple[int, TokenDelta]
 
@@ -154,11 +156,13 @@ class Generation:
         logprobs: int | None,
         field: str,
         added: TurnPrompt | None = None,
+        make_frame: MakeFrame | None = None,
     ) -> None:
         """Checks the prompts against the model and hands them to the router. `field` is what the client calls them.
 
         Without `max_tokens` the output may fill the context, up to `default_max_tokens`. `added`: what the one prompt
-        of a session's turn has behind the session's log.
+        of a session's turn has behind the session's log. `make_frame`: how a text is told to the client, if it is
+        streamed as it comes.
         """
         fields, turn, log = self._fields, self._turn, self._log
         self._added = added
@@ -175,7 +179,11 @@ class Generation:
             context.check(len(prompt), max_tokens or 1, field=field)
         if self._caller.limits is not None:
             self._caller.limits.take_prompt(sum(len(prompt) for prompt in prompts))
+        if logprobs is not None or self.content.is_enabled:
+            make_frame = None  # what it says is needed here
+        is_kept = turn is not None or self._services.core.catalog.models[self.model_id].failover
         for index, prompt in enumerate(prompts):
+            choices = range(index * self.num_choices, (index + 1) * self.num_choices)
             limit = context.output_limit(len(prompt), max_tokens, default_max_tokens)
             if (fields.min_tokens or 0) > limit:
                 raise InvalidRequest(
@@ -196,6 +204,8 @@ class Generation:
                 session_id=turn.session_id if turn else None,
                 epoch=turn.epoch if turn else Epoch(0),
                 owner=log.state.owner if log else None,
+                frames=tuple(make_frame(self, choice) for choice in choices) if make_frame else (),
+                wants_token_ids=make_frame is None or is_kept,
                 trace_context=inject(self._span),
             )
             self._streams.append(await self._services.core.open(job))

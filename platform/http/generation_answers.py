@@ -7,12 +7,24 @@ from typing import Any
 
 import msgspec
 
+from remora.deployments.engine.messages import EventFrame
 from remora.platform.base.errors import RemoraError
-from remora.platform.http.api_types import ChatCompletion, ChatCompletionChunk, Completion
+from remora.platform.http.api_types import (
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    Completion,
+    CompletionChoice,
+)
 from remora.platform.http.choice_writers import ChatChoiceWriter, TextChoiceWriter
 from remora.platform.http.errors import error_document
-from remora.platform.http.generation import ChoiceDelta, Generation
+from remora.platform.http.generation import ChoiceDelta, Generation, MakeFrame
 from remora.platform.http.sse import DONE, event
+
+#: A text that stands for all others, and how it is written; no other part of an event can be equal to it.
+_ANY_TEXT = "\0text\0"
+_ANY_TEXT_JSON = msgspec.json.encode(_ANY_TEXT)
 
 #: One for each choice.
 Writers = Sequence[ChatChoiceWriter] | Sequence[TextChoiceWriter]
@@ -47,14 +59,7 @@ async def answer_chunks(
     include_usage: bool,
 ) -> AsyncIterator[bytes]:
     """Server-sent events. All deltas of one step leave in one piece. `first`: the deltas that are read already."""
-    chunk = kind(
-        id=generation.id,
-        created=generation.created,
-        model=generation.model_id,
-        system_fingerprint=generation.system_fingerprint,
-        choices=[],
-        usage=None if include_usage else msgspec.UNSET,
-    )
+    chunk = _chunk(kind, generation, include_usage=include_usage)
     choice: Any
     deltas = first
     try:
@@ -64,6 +69,8 @@ async def answer_chunks(
                 for choice in writers[index].chunks(delta):
                     chunk.choices = [choice]
                     parts.append(event(chunk))
+                if delta.events:
+                    parts.append(delta.events)
             if parts:
                 yield b"".join(parts)
             deltas = await generation.next_deltas()
@@ -76,3 +83,31 @@ async def answer_chunks(
         yield event(chunk) + DONE
     else:
         yield DONE
+
+
+def frame_maker(kind: type[ChatCompletionChunk | Completion], *, include_usage: bool) -> MakeFrame:
+    """For streams: their events of plain text, as `answer_chunks` writes them, to be made where the text is."""
+
+    def make(generation: Generation, index: int) -> EventFrame:
+        chunk = _chunk(kind, generation, include_usage=include_usage)
+        choice: Any = CompletionChoice(index, _ANY_TEXT)
+        if kind is ChatCompletionChunk:
+            choice = ChatChunkChoice(index, ChatDelta(content=_ANY_TEXT))
+        chunk.choices = [choice]
+        head, _, tail = event(chunk).partition(_ANY_TEXT_JSON)
+        return EventFrame(head, tail)
+
+    return make
+
+
+def _chunk(
+    kind: type[ChatCompletionChunk | Completion], generation: Generation, *, include_usage: bool
+) -> ChatCompletionChunk | Completion:
+    return kind(
+        id=generation.id,
+        created=generation.created,
+        model=generation.model_id,
+        system_fingerprint=generation.system_fingerprint,
+        choices=[],
+        usage=None if include_usage else msgspec.UNSET,
+    )

@@ -23,17 +23,17 @@ class SpanContent:
 
     def __init__(self, span: Span, *, enabled: bool) -> None:
         self._span = span
-        self._enabled = enabled
+        self.is_enabled = enabled
         self._answers: dict[int, str] = {}
 
     def asked(self, messages: Iterable[dict[str, Any]]) -> None:
         """The messages of a chat, or prompts as messages of the user."""
-        if self._enabled:
+        if self.is_enabled:
             shown = [_message(str(each.get("role", "")), each.get("content")) for each in messages]
             self._span.set_attribute(names.GEN_AI_INPUT_MESSAGES, msgspec.json.encode(shown).decode())
 
     def said(self, deltas: Iterable[tuple[int, TokenDelta]]) -> None:
-        if self._enabled:
+        if self.is_enabled:
             for index, delta in deltas:
                 text = self._answers.get(index, "")
                 if len(text) < MAX_CHARS:

@@ -66,6 +66,22 @@ async def test_what_another_thread_emits_in_one_step_leaves_in_one_message() -> 
     assert message.message_no == 1
 
 
+async def test_what_is_held_back_of_many_streams_leaves_in_time() -> None:
+    made = Hub()
+    feed = await opened(made.hub)
+    for name in range(40):
+        made.hub.take(request(f"q{name}"))
+        made.hub.emit(ROUTER, (delta(f"q{name}"),))
+    assert len((await anext(feed)).deltas) == 40
+    made.hub.emit(ROUTER, (delta("q1", 1),))
+    made.hub.emit(ROUTER, (delta("q1", 2),))
+    await asyncio.sleep(0)
+    made.hub.check_integrity()
+    async with asyncio.timeout(1):
+        message = await anext(feed)
+    assert [each.token_ids for each in message.deltas] == [(1, 2)]
+
+
 async def test_a_slow_reader_gets_several_steps_at_once_in_order() -> None:
     made = Hub()
     feed = await opened(made.hub)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from remora.platform.base.errors import Conflict
+
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "seed": 1}
 
 
@@ -260,6 +262,54 @@ async def test_a_stream_outlives_its_replica(http: Any, server: Any, make_replic
     documents = await reading
     assert "".join(document["choices"][0]["text"] for document in documents[:-1]) == whole
     assert "error" not in documents[-2]
+
+
+def without_failover(server: Any) -> None:
+    models = server.core.catalog.models
+    models["tiny"] = models["tiny"].model_copy(update={"failover": False})
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_without_failover_a_stream_says_the_same_and_ends_with_its_replica(
+    http: Any, server: Any, make_replica: Any, path: str
+) -> None:
+    body = {**(CHAT if path == "/v1/chat/completions" else {"model": "tiny", "prompt": "abc"}), "max_tokens": 20}
+    body["seed"] = 5
+    before = await sse(http, path, body)
+    without_failover(server)
+    shown = [
+        [(each["object"], each["choices"]) for each in said[:-1]] for said in (before, await sse(http, path, body))
+    ]
+    assert shown[0] == shown[1]
+    server.step_s = 0.02
+    reading = asyncio.create_task(sse(http, path, body))
+    await server.cluster.settle(lambda: server.core.num_open == 1)
+    (stream,) = server.core._streams.values()
+    await server.cluster.settle(lambda: stream.log.num_tokens > 3)
+    other = make_replica("other")
+    await server.cluster.add(other)
+    with pytest.raises(Conflict, match="failover"):
+        await server.core.moves.move(stream, other.replica_id)
+    server.replica.kill()
+    *_, last, done = await reading
+    assert done == "[DONE]"
+    assert (last["error"]["code"], "failover" in last["error"]["message"]) == ("unavailable", True)
+    assert not other.submitted
+
+
+async def test_without_failover_a_whole_answer_still_outlives_its_replica(
+    http: Any, server: Any, make_replica: Any
+) -> None:
+    without_failover(server)
+    server.paused = True
+    asked = asyncio.create_task(http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 9}))
+    await server.cluster.settle(lambda: server.replica.running)
+    await server.replica.step(3)
+    dying, server.replica = server.replica, make_replica("heir")
+    dying.kill()
+    await server.cluster.add(server.replica)
+    server.paused = False
+    assert (await asked).json()["usage"]["completion_tokens"] == 9
 
 
 async def test_the_callers_trace_context_is_passed_on(http: Any, server: Any) -> None:

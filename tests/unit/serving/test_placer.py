@@ -11,6 +11,7 @@ import pytest
 from tests.unit.serving.test_router import job
 
 from remora.deployments import router
+from remora.deployments.engine.messages import TokenDelta
 from remora.deployments.placement import Candidate
 from remora.deployments.placer import Placer
 from remora.deployments.request_stream import RequestStream
@@ -18,7 +19,7 @@ from remora.namespaces.chains import Chain
 from remora.namespaces.hashing import chain_hashes
 from remora.namespaces.replication import backup_of
 from remora.platform.base.errors import OverQuota
-from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, PoolId, ReplicaId
+from remora.platform.base.ids import BlockHash, Epoch, ModelId, NamespaceId, PoolId, ReplicaId, RequestId
 
 LONG = tuple(range(40))
 
@@ -83,11 +84,14 @@ def lost_stream(namespace: str, num_prompt_tokens: int) -> RequestStream:
         num_choices=1,
         epoch=Epoch(0),
         sampling=SimpleNamespace(max_tokens=100),
+        wants_token_ids=True,
     )
     stream = RequestStream(request, started_s=0.0, on_close=lambda _: None)
     stream.chain_start = (ROOT, BLOCK_TOKENS)
     stream.log.append(
-        SimpleNamespace(choice_index=0, first_token_index=0, token_ids=tuple(range(80)), finish_reason=None)
+        TokenDelta(
+            request_id=RequestId("q"), choice_index=0, epoch=Epoch(0), first_token_index=0, token_ids=tuple(range(80))
+        )
     )
     stream.last_replica_id = ReplicaId("lost")
     return stream

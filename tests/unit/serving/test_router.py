@@ -10,6 +10,7 @@ import pytest
 
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.generation_job import GenerationJob
+from remora.deployments.held_deltas import MAX_HOLD_S
 from remora.deployments.router import MAX_LOST_ATTEMPTS
 from remora.platform.base.errors import InvalidRequest, OverQuota, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, RequestId
@@ -184,6 +185,7 @@ async def test_deltas_of_an_old_attempt_and_repeats_are_dropped(
     replica.hub.emit(request.router_id, (msgspec.structs.replace(stale, first_token_index=0),))
     replica.hub.emit(request.router_id, (msgspec.structs.replace(stale, request_id=RequestId("r1~4")),))
     replica.hub.emit(request.router_id, (msgspec.structs.replace(stale, choice_index=5),))
+    await asyncio.sleep(2 * MAX_HOLD_S)  # they leave before what is right comes and is joined to the repeat
     await replica.step(2)
     assert await read(stream) == [text(expected_token, stream)]
 
