@@ -44,6 +44,10 @@ def local_ray_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Events of tasks are for Ray's dashboard, which is not started.
         "RAY_task_events_report_interval_ms": "0",
+        # Nobody reads Ray's own metrics here.
+        "RAY_enable_metrics_collection": "0",
+        # Serve's controller looks at everything ten times a second otherwise, for a thirtieth of a core.
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         # Fixed otherwise, so that a second instance on the machine would not start.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_port),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_port),
