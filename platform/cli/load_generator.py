@@ -65,6 +65,8 @@ class LoadResult:
     output_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
+    #: Between two chunks, however many tokens are in the second.
+    chunk_gap_s: list[float] = field(default_factory=list)
     requests: list[RequestTimes] = field(default_factory=list)
 
     def goodput(self, max_ttft_s: float, max_inter_token_s: float) -> float:
@@ -175,5 +177,6 @@ async def _one_request(session: aiohttp.ClientSession, plan: LoadPlan, ask: Ask,
     if num_tokens > 1:
         # A chunk may hold several tokens: the time is shared out over all tokens after the first.
         gaps = [after - before for before, after in itertools.pairwise(chunk_times_s)]
+        result.chunk_gap_s += gaps
         tokens_per_gap = (num_tokens - 1) / max(1, len(gaps))
         result.inter_token_s += [gap / tokens_per_gap for gap in gaps]

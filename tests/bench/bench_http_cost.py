@@ -55,7 +55,7 @@ HOPS = {
     "ray::ServeReplica:remora:Router": "router",
     f"ray::ServeReplica:remora:{MODEL}": "replica",
     "ray::Pool": "pool actor",
-    "ray::SessionRegistry": "registry",
+    "ray::Registry": "registry",
     "ray::ServeController": "Serve's controller",
     "ray::Proxy": "Serve's proxy",
     "ray::HAProxy": "Serve's proxy",
@@ -74,6 +74,9 @@ class Run:
     tokens_per_s: float
     inter_token_s: list[float]
     ttft_s: list[float]
+    #: Chunks after the first, for each token after the first.
+    chunks_per_token: float = 1.0
+    chunk_gap_s: list[float] = field(default_factory=list)
     #: Hop → CPU seconds for a token.
     cpu_s: dict[str, float] = field(default_factory=dict)
 
@@ -153,7 +156,7 @@ def cpu_by_hop(pids: Sequence[int]) -> Counter[str]:
     for pid in pids:
         with suppress(OSError):
             name = title(pid)
-            hop = next((hop for start, hop in HOPS.items() if name.startswith(start)), "rest: " + name[:40])
+            hop = next((hop for start, hop in HOPS.items() if name.startswith(start)), "agents, logs, supervisor")
             if pid == os.getpid():
                 hop = "clients"
             for task in Path(f"/proc/{pid}/task").iterdir():
@@ -181,6 +184,8 @@ def run_http(plan: LoadPlan) -> Run:
         result.tokens_per_s,
         result.inter_token_s,
         result.ttft_s,
+        len(result.chunk_gap_s) / (result.output_tokens - plan.num_requests),
+        result.chunk_gap_s,
         {hop: (after[hop] - before[hop]) / result.output_tokens for hop in after},
     )
 
@@ -271,6 +276,7 @@ def main() -> None:
         )
 
     model: dict[str, Any] = {"name": MODEL, "source": options.model, "weights": options.weights}
+    model["failover"] = options.failover == "on"
     engine_runs, http_runs = [], []
     with (
         tempfile.TemporaryDirectory(prefix="remora-http-cost-") as folder,
@@ -305,6 +311,9 @@ def main() -> None:
         for values in ([x for run in runs for x in run.ttft_s], [x for run in runs for x in run.inter_token_s]):
             rows[-1] += [f"{1e3 * percentile(values, share):.1f}" for share in (0.5, 0.99)]
     print_table(["", "TOK/S", "FIRST P50 MS", "P99", "INTER-TOKEN P50 MS", "P99"], rows)
+    gap_s = percentile([gap for run in http_runs for gap in run.chunk_gap_s], 0.99)
+    chunks = statistics.median(run.chunks_per_token for run in http_runs)
+    print(f"over HTTP {chunks:.2f} chunks a token, {1e3 * gap_s:.1f} ms between two at the 99th percentile")
     print(
         f"overhead: {100 * (1 - statistics.median(ratios)):.1f} % "
         f"(rounds: {', '.join(f'{100 * (1 - ratio):.1f}' for ratio in ratios)})"
@@ -317,7 +326,7 @@ def main() -> None:
         [
             ["engine alone", f"{1e6 * alone_s:.0f}"],
             *([hop, f"{1e6 * used:.0f}"] for hop, used in sorted(cpu.items(), key=lambda item: -item[1])),
-            ["all but the engine's threads", f"{1e6 * sum(v for k, v in cpu.items() if 'engine' not in k):.0f}"],
+            ["all but the engine's threads", f"{1e6 * sum(cpu[hop] for hop in hops if 'engine' not in hop):.0f}"],
         ],
     )
     own_s, seen_s = statistics.median(engine_ttft_s), statistics.median(waited_s)
