@@ -56,6 +56,7 @@ from remora.namespaces.hold_commands import Hold, Unhold
 from remora.namespaces.quantise_commands import Quantise
 from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
+from remora.platform.base.core_time import wake_promptly
 from remora.platform.base.errors import IntegrityError, InvalidRequest, StaleLease
 from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId, SessionId
 
@@ -71,6 +72,7 @@ class PoolActor:
     def __init__(self, settings: PoolSettings) -> None:
         """Creates, adopts or replaces the arena and recovers the journal. Raises ArenaError when there is no room."""
         logging.basicConfig(level=logging.INFO)
+        wake_promptly()
         self._settings = settings
         self._pool = DurablePool(settings, SystemClock())
         self._watches: dict[LeaseId, ProcessWatch] = {}

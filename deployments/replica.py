@@ -58,6 +58,7 @@ from remora.kernels.stages import StagePart
 from remora.namespaces.geometry import Precision
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
+from remora.platform.base.core_time import wake_promptly
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, RouterId
 from remora.platform.base.paths import default_state_dir
@@ -183,6 +184,7 @@ class ModelReplica:
         self._stall = StallWatch()
         self._idle = IdleWatch(self._model_config.idle_timeout_s)
         self._draining = False
+        wake_promptly()
         self._engine.start()
         self._start_times.end("engine")
         self._membership = RegistryMember(get_or_create_registry(config.cluster), self._record(), self._report)

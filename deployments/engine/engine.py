@@ -36,6 +36,7 @@ from remora.deployments.pipeline.base import PipelineRunner
 from remora.kernels.base import KVMemory
 from remora.namespaces.commands import AnyAnswer, AnyEvent
 from remora.platform.base.clock import Clock
+from remora.platform.base.core_time import compute_long
 from remora.platform.base.errors import RemoraError, StageLost, Unavailable
 from remora.platform.base.ids import RequestId
 from remora.platform.base.thread_names import show_thread_name
@@ -363,6 +364,7 @@ class Engine:
 
     def _run(self) -> None:
         show_thread_name(f"engine-{self._name}")
+        compute_long()
         while not self._is_stopping:
             try:
                 has_computed = self.step()

@@ -33,8 +33,10 @@ _WRAPPER_VARIABLE = "REMORA_HAPROXY_WRAPPER"
 _WRAPPER = '''#!{python} -IS
 """Starts HAProxy without the pages that Serve would put on all interfaces, and with answers that clients understand."""
 import os
+import runpy
 import sys
 
+runpy.run_path({core_time!r})["wake_promptly"]()
 UNWANTED = ("frontend prometheus", "listen stats")
 ERROR_FILE = {error_file!r}
 REAL = {binary!r}
@@ -125,8 +127,11 @@ def write_haproxy_wrapper(haproxy_dir: Path) -> Path:
         f"Cache-Control: no-cache\r\nContent-Length: {len(_ERROR_BODY)}\r\n\r\n{_ERROR_BODY}",
         newline="",
     )
+    core_time = str(Path(__file__).with_name("core_time.py"))
     wrapper = haproxy_dir / "haproxy"
-    wrapper.write_text(_WRAPPER.format(python=sys.executable, error_file=str(error_file), binary=binary))
+    wrapper.write_text(
+        _WRAPPER.format(python=sys.executable, error_file=str(error_file), binary=binary, core_time=core_time)
+    )
     wrapper.chmod(0o700)
     return wrapper
 

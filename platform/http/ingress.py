@@ -34,6 +34,7 @@ from remora.deployments.serve_link import ServeLink
 from remora.deployments.serve_models import ServeModels
 from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig
+from remora.platform.base.core_time import wake_promptly
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ReplicaId, RouterId, SessionId
 from remora.platform.base.paths import default_state_dir
@@ -61,6 +62,7 @@ class HttpRouter:
         logging.basicConfig(level=logging.INFO)
         bind_replica_to_loopback()
         show_thread_name("event loop")
+        wake_promptly()
         state_dir = config.cluster.state_dir or default_state_dir()
         setup_telemetry(
             "router", config.telemetry, state_dir, requests_begin_here=True, on_kept=self._keep_trace_everywhere
