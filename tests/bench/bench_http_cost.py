@@ -42,6 +42,7 @@ from remora.platform.base.model_config import ModelConfig
 from remora.platform.cli.lengths import Lengths
 from remora.platform.cli.load_generator import Ask, LoadPlan, asks_of, percentile, run_load
 from remora.platform.cli.lone_engine import LoneEngine
+from remora.platform.cli.orderly_end import ends_in_order
 from remora.platform.cli.own_platform import own_platform
 from remora.platform.cli.table import print_table
 
@@ -279,6 +280,7 @@ def main() -> None:
     model["failover"] = options.failover == "on"
     engine_runs, http_runs = [], []
     with (
+        ends_in_order(),
         tempfile.TemporaryDirectory(prefix="remora-http-cost-") as folder,
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone,
     ):
