@@ -56,9 +56,9 @@ from remora.namespaces.hold_commands import Hold, Unhold
 from remora.namespaces.quantise_commands import Quantise
 from remora.namespaces.report import LeaseReport
 from remora.platform.base.clock import SystemClock
-from remora.platform.base.core_time import wake_promptly
 from remora.platform.base.errors import IntegrityError, InvalidRequest, StaleLease
 from remora.platform.base.ids import BlockHash, HoldId, LeaseId, NamespaceId, SessionId
+from remora.platform.base.threads import wake_promptly
 
 logger = logging.getLogger(__name__)
 

@@ -58,13 +58,12 @@ from remora.kernels.stages import StagePart
 from remora.namespaces.geometry import Precision
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
-from remora.platform.base.core_time import wake_promptly
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, RouterId
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
 from remora.platform.base.telemetry import flush_telemetry, keep_traces, setup_telemetry
-from remora.platform.base.thread_names import show_thread_name
+from remora.platform.base.threads import wake_promptly
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,6 @@ class ModelReplica:
         self._start_times = StartTimes("process")
         logging.basicConfig(level=logging.INFO)
         bind_replica_to_loopback()
-        show_thread_name("event loop")
         self._config = config
         self._model_config = next(model for model in config.models if model.name == model_name)
         context = serve.get_replica_context()

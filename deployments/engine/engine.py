@@ -36,10 +36,9 @@ from remora.deployments.pipeline.base import PipelineRunner
 from remora.kernels.base import KVMemory
 from remora.namespaces.commands import AnyAnswer, AnyEvent
 from remora.platform.base.clock import Clock
-from remora.platform.base.core_time import compute_long
 from remora.platform.base.errors import RemoraError, StageLost, Unavailable
 from remora.platform.base.ids import RequestId
-from remora.platform.base.thread_names import show_thread_name
+from remora.platform.base.threads import compute_long, show_thread_name
 
 _log = logging.getLogger(__name__)
 

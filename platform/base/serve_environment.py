@@ -36,7 +36,7 @@ import os
 import runpy
 import sys
 
-runpy.run_path({core_time!r})["wake_promptly"]()
+runpy.run_path({threads!r})["wake_promptly"]()
 UNWANTED = ("frontend prometheus", "listen stats")
 ERROR_FILE = {error_file!r}
 REAL = {binary!r}
@@ -127,10 +127,10 @@ def write_haproxy_wrapper(haproxy_dir: Path) -> Path:
         f"Cache-Control: no-cache\r\nContent-Length: {len(_ERROR_BODY)}\r\n\r\n{_ERROR_BODY}",
         newline="",
     )
-    core_time = str(Path(__file__).with_name("core_time.py"))
+    threads = str(Path(__file__).with_name("threads.py"))
     wrapper = haproxy_dir / "haproxy"
     wrapper.write_text(
-        _WRAPPER.format(python=sys.executable, error_file=str(error_file), binary=binary, core_time=core_time)
+        _WRAPPER.format(python=sys.executable, error_file=str(error_file), binary=binary, threads=threads)
     )
     wrapper.chmod(0o700)
     return wrapper

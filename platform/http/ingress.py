@@ -34,14 +34,13 @@ from remora.deployments.serve_link import ServeLink
 from remora.deployments.serve_models import ServeModels
 from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig
-from remora.platform.base.core_time import wake_promptly
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import ReplicaId, RouterId, SessionId
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
 from remora.platform.base.span_file import traces_dir
 from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
-from remora.platform.base.thread_names import show_thread_name
+from remora.platform.base.threads import wake_promptly
 from remora.platform.http.app import create_app
 from remora.platform.http.http_stats import HttpStats
 from remora.platform.http.router_metrics import Family, OneRouter, families_of
@@ -61,7 +60,6 @@ class HttpRouter:
         """`models`: name → Serve handle of the model's replicas."""
         logging.basicConfig(level=logging.INFO)
         bind_replica_to_loopback()
-        show_thread_name("event loop")
         wake_promptly()
         state_dir = config.cluster.state_dir or default_state_dir()
         setup_telemetry(

@@ -15,8 +15,13 @@ import sys, time
 from remora.platform.cli.orderly_end import ends_in_order
 from remora.platform.cli.peer_engines import WorkerEngine
 
+class Peer(WorkerEngine):
+    def _answer(self):
+        print("waits", flush=True)
+        return super()._answer()
+
 with ends_in_order():
-    engine = WorkerEngine("peer", ["sh", "-c", sys.argv[1]])
+    engine = Peer("peer", ["sh", "-c", sys.argv[1]])
     try:
         print("loaded", flush=True)
         time.sleep(600)
@@ -32,8 +37,9 @@ def test_a_peer_ends_with_the_bench_that_is_told_to_end(moment: str, tmp_path: P
     peer_script = f"{says} echo $$ > {tmp_path}/pid; exec sleep 600"
     bench = subprocess.Popen([sys.executable, "-c", _SCRIPT, peer_script], stdout=subprocess.PIPE, text=True)
     peer = int((tmp_path / "pid").read_text())
+    assert bench.stdout is not None
+    assert bench.stdout.readline() == "waits\n"
     if says:
-        assert bench.stdout is not None
         assert bench.stdout.readline() == "loaded\n"
     bench.send_signal(signal.SIGTERM)
     assert bench.wait(timeout=30) == 128 + signal.SIGTERM

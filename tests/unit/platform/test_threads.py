@@ -8,15 +8,14 @@ import sys
 
 import pytest
 
-from remora.platform.base import core_time
+from remora.platform.base import threads
 
 _SCRIPT = """
 import ctypes, json, threading
-from remora.platform.base.core_time import _Attributes, compute_long, wake_promptly
-from remora.platform.base.thread_names import show_thread_name
+from remora.platform.base.threads import _Attributes, compute_long, show_thread_name, wake_promptly
 
 GET = {314: 315, 274: 275}
-from remora.platform.base.core_time import _SET_ATTRIBUTES
+from remora.platform.base.threads import _SET_ATTRIBUTES
 
 def slice_ns(thread_id):
     found = _Attributes()
@@ -45,7 +44,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(core_time._SET_ATTRIBUTES is None, reason="the number of the system call is not known here")
+@pytest.mark.skipif(threads._SET_ATTRIBUTES is None, reason="the number of the system call is not known here")
 def test_serving_threads_of_a_process_get_short_slices_and_computing_ones_keep_theirs() -> None:
     found = json.loads(subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, check=True).stdout)
     if not found["before"]:

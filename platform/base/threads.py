@@ -1,4 +1,4 @@
-"""How soon a thread that wakes gets a core while others compute on all of them.
+"""Threads as Linux sees them: their names, and how soon one that wakes gets a core while others compute on all of them.
 
 Linux lets a thread ask for short slices of time (6.12 and later; earlier ones ignore it). It does not get more time for
 that, but need not wait until whoever computes has used up a slice of its own, at each of the processes that a token
@@ -14,6 +14,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+_MAX_NAME_CHARS = 15
 #: The shortest that Linux allows.
 _PROMPT_SLICE_NS = 100_000
 #: Leaves it to Linux.
@@ -38,8 +39,17 @@ class _Attributes(ctypes.Structure):
     )
 
 
+def show_thread_name(name: str) -> None:
+    """Gives the calling thread this name in `top -H` and profilers, cut to what Linux keeps: Python's own names stay
+    inside Python. Does nothing where there is no /proc."""
+    with suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name[:_MAX_NAME_CHARS])
+
+
 def wake_promptly() -> None:
-    """Asks for short slices for all threads of this process but those that compute, and for those that they start."""
+    """Asks for short slices for all threads of this process but those that compute, and for those that they start. The
+    calling thread is shown as the event loop."""
+    show_thread_name("event loop")
     with suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
             with suppress(OSError):  # it has ended
