@@ -34,6 +34,8 @@ _MAGIC: Final = b"RMPACK01"
 _HEAD: Final = struct.Struct("<8sQ")
 _PAGE_BYTES: Final = 4096
 _PIECE_BYTES: Final = 16 * MiB
+#: Left free on the disk.
+_SPARE_BYTES: Final = 1024 * MiB
 #: A file that was begun so long ago belongs to a process that is gone.
 _ABANDONED_S: Final = 3600.0
 _MAX_DESCRIPTION_BYTES: Final = 64 * MiB
@@ -127,7 +129,7 @@ class WeightCache:
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._make_room(num_bytes)
-            if num_bytes > self._max_bytes or num_bytes + self._max_bytes // 16 > free_bytes(self._directory):
+            if num_bytes > self._max_bytes or num_bytes + _SPARE_BYTES > free_bytes(self._directory):
                 logger.info("packed weights of %d MiB are not kept: no room in %s", num_bytes // MiB, self._directory)
                 return False
             num_pieces = -(-num_bytes // _PIECE_BYTES)

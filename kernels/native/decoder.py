@@ -94,6 +94,11 @@ class NativeDecoder:
         return self._manifest
 
     @property
+    def packed(self) -> PackedWeights | None:
+        """Its weights, for another decoder; None where it has memory of its own."""
+        return None if self._memory is None else PackedWeights(self._manifest, self._memory)
+
+    @property
     def batch_invariant(self) -> bool:
         return True
 

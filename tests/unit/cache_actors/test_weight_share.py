@@ -167,7 +167,7 @@ def read(cache: WeightCache, key: str) -> bool:
 
 
 def test_a_file_of_packed_weights_is_read_as_it_was_written_or_removed(tmp_path: Path) -> None:
-    cache = WeightCache(tmp_path, 1 << 30, num_threads=2)
+    cache = WeightCache(tmp_path, 1 << 50, num_threads=2)
     assert not read(cache, "a")
     for damage in ("byte", "end", "key", "magic"):
         assert keep(cache, "a")
