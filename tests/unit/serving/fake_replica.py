@@ -47,6 +47,8 @@ class FakeReplica:
         #: Of those: attempts that wait for their resumption, and those that were stopped.
         self.standing_by: set[RequestId] = set()
         self.stopped: set[RequestId] = set()
+        #: A freeze comes in the middle of a step, whose token is said before what is handed over.
+        self.is_in_step = False
         self.resumptions: list[Resumption] = []
         self.submitted: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
@@ -146,8 +148,12 @@ class FakeReplica:
         for order in orders:
             if order.request_id not in self.running:
                 continue
-            self.stopped.add(order.request_id)
             request, choices = self.running[order.request_id]
+            if self.is_in_step:
+                self._advance(request, choices)
+                if order.request_id not in self.running:
+                    continue
+            self.stopped.add(order.request_id)
             handover = Handover(
                 num_tokens=order.num_tokens, tokens_hash=b"", fingerprint=b"", node_id="n", arena_path=self.pool_id
             )
@@ -235,26 +241,28 @@ class FakeReplica:
                 if request.request_id in self.standing_by:
                     self.hub.emit(request.router_id, (self._word(request, len(choices[0] or ()), is_ready=True),))
                     continue
-                if request.request_id in self.stopped:
-                    continue
-                deltas = []
-                for index, ids in enumerate(choices):
-                    if ids is None:
-                        continue
-                    position = len(ids)
-                    token = token_of(request, index, position)
-                    ids.append(token)
-                    reason: FinishReason | None = "length" if len(ids) >= request.sampling.max_tokens else None
-                    if reason is not None:
-                        choices[index] = None
-                    if self.drop_next_delta:
-                        self.drop_next_delta = False
-                        continue
-                    deltas.append(self._delta(request, index, position, token, reason))
-                if all(ids is None for ids in choices):
-                    del self.running[request.request_id]
-                self.hub.emit(request.router_id, tuple(deltas))
+                if request.request_id not in self.stopped:
+                    self._advance(request, choices)
             await asyncio.sleep(0.005)
+
+    def _advance(self, request: GenerationRequest, choices: list[list[int] | None]) -> None:
+        deltas = []
+        for index, ids in enumerate(choices):
+            if ids is None:
+                continue
+            position = len(ids)
+            token = token_of(request, index, position)
+            ids.append(token)
+            reason: FinishReason | None = "length" if len(ids) >= request.sampling.max_tokens else None
+            if reason is not None:
+                choices[index] = None
+            if self.drop_next_delta:
+                self.drop_next_delta = False
+                continue
+            deltas.append(self._delta(request, index, position, token, reason))
+        if all(ids is None for ids in choices):
+            del self.running[request.request_id]
+        self.hub.emit(request.router_id, tuple(deltas))
 
     def _delta(
         self, request: GenerationRequest, index: int, position: int, token: int, reason: FinishReason | None

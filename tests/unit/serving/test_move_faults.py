@@ -95,6 +95,8 @@ class Move:
         while self.stream.log.num_tokens < num_tokens:
             await asyncio.sleep(0.003)
         self.fault = fault, stage
+        for each in self.replicas:
+            each.is_in_step = num_tokens % 2 == 1
         self.moving = asyncio.create_task(self.core.moves.move(self.stream, self.target.replica_id))
         if stage == "standby":
             await self.cluster.settle(lambda: bool(self.target.standing_by) or self.moving.done())

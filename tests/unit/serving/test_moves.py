@@ -55,6 +55,30 @@ async def test_a_move_within_a_pool_shares_the_blocks_and_the_client_sees_one_te
     assert cluster.core.num_open == 0
 
 
+@pytest.mark.parametrize("max_tokens", [4, 8])
+async def test_the_token_of_the_step_in_which_a_freeze_comes_is_part_of_what_is_handed_over(
+    cluster: Any, make_replica: Any, expected_token: Any, max_tokens: int
+) -> None:
+    replicas = make_replica("a"), make_replica("b")
+    await cluster.add(*replicas)
+    stream, source, target = await running(cluster, *replicas, max_tokens=max_tokens)
+    source.is_in_step = True
+    moving = asyncio.create_task(cluster.core.moves.move(stream, target.replica_id))
+    await cluster.settle(lambda: bool(target.standing_by))
+    await target.step()
+    if max_tokens == 4:
+        with pytest.raises(Conflict, match="ended"):
+            await moving
+        await cluster.settle(lambda: not target.running)
+    else:
+        await cluster.settle(lambda: bool(target.resumptions))
+        assert len(target.resumptions[0].token_ids) == 1, "nothing else was said since it was sent"
+        await target.step(4)
+        assert (await moving).replica == target.replica_id
+    assert await read(stream) == [text(expected_token, stream)]
+    assert cluster.core.num_open == 0
+
+
 @pytest.mark.parametrize("num_copied", [0, 4])
 async def test_a_move_to_another_pool_copies_what_the_source_has_while_that_goes_on(
     cluster: Any, make_replica: Any, expected_token: Any, num_copied: int
