@@ -53,15 +53,15 @@ def test_a_death_at_any_stage_of_a_move_costs_no_token_and_no_block(platform: Ki
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", range(20))
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_twenty_deaths_at_any_moment_of_a_move_cost_no_token_and_no_block(platform: KillPlatform, victim: str) -> None:
-    moments = random.Random(victim)
-    for number in range(20):
-        source, target = platform.source_and_target()
-        turns = platform.turns_at(source, target, [f"{victim}-{number}-{index}" for index in range(3)])
-        for turn in turns:
-            turn.move(target["id"])
-        time.sleep(moments.uniform(0, 0.6))
-        platform.kill(victim, source, target)
-        check(platform, victim, turns)
+def test_a_death_at_any_moment_of_a_move_costs_no_token_and_no_block(
+    platform: KillPlatform, victim: str, number: int
+) -> None:
+    source, target = platform.source_and_target()
+    turns = platform.turns_at(source, target, [f"{victim}-{number}-{index}" for index in range(3)])
+    for turn in turns:
+        turn.move(target["id"])
+    time.sleep(random.Random(f"{victim} {number}").uniform(0, 0.6))
+    platform.kill(victim, source, target)
+    check(platform, victim, turns)
