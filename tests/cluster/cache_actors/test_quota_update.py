@@ -43,5 +43,7 @@ async def test_what_a_pool_refuses_is_told_with_its_name(make_pool: MakePool, tm
     pool = await make_pool()
     before: PoolDescription = await pool.describe.remote()
     await asyncio.to_thread(update_quotas, new_config(before, tmp_path))
+    with pytest.raises(ConfigError, match=r"namespaces\.added\.kv_replicas: 2 takes pools .* lives on with 1; "):
+        await asyncio.to_thread(update_quotas, new_config(before, tmp_path, kv_replicas=2))
     with pytest.raises(ConfigError, match=r"pool cpu0-.*namespace added: .*cannot change"):
         await asyncio.to_thread(update_quotas, new_config(before, tmp_path, tenant="somebody"))
