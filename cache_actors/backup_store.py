@@ -1,6 +1,6 @@
 """Takes copies of other nodes' blocks into this pool: fetched and verified beside the event loop, stored on it.
 
-    order ─► what is missing here? ─► held and read at the source (block_loader.py) ─► piece by piece:
+    order ─► what is missing here? ─► read at the source, which holds it (block_loader.py) ─► piece by piece:
              admitted in the background, written, sealed and let go, with no await in between
 
 What was stored is cached KV of its namespace like any other: charged to its quota, found by its hashes, evicted when
@@ -91,7 +91,7 @@ class BackupStore:
         ended: asyncio.Future[LoadEnd] = loop.create_future()
         cancel = self._loader.start(
             LoadOrder(
-                source=KVSource(pool_id=order.source_pool_id, actor_name=order.source_actor_name),
+                source=KVSource(pool_id=order.source_pool_id, actor_name=order.source_actor_name, held=order.held),
                 namespace_id=order.namespace_id,
                 fingerprint=order.fingerprint,
                 hashes=wanted,

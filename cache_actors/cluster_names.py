@@ -18,3 +18,8 @@ def ray_namespace(cluster_name: str) -> str:
 def pool_actor_name(device_name: str, node_id: str) -> str:
     """Name, in the cluster's Ray namespace, of the pool actor of a device."""
     return f"{POOL_PREFIX}{device_name}-{node_id}"
+
+
+def is_on_node(pool_actor: str, node_id: str) -> bool:
+    """Whether the pool actor of that name is on the node."""
+    return pool_actor.endswith(f"-{node_id}")

@@ -11,7 +11,7 @@ so nobody has written to those blocks yet. A record whose replay raises was neve
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -128,6 +128,10 @@ class DurablePool:
     def find_chain(self, tip: BlockHash) -> Chain | None:
         """All sealed blocks from the root to the one of that hash, if there is one."""
         return self._state.find_chain(tip)
+
+    def find_tips(self, namespace_ids: Container[NamespaceId]) -> list[BlockHash]:
+        """The last blocks of all chains of these namespaces."""
+        return self._state.find_tips(namespace_ids)
 
     def overdue_leases(self) -> set[LeaseId]:
         """Leases that did not switch to the new places of blocks in time."""

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from remora.cache_actors.port import HeldThere
 from remora.namespaces.commands import AnyAnswer, AnyCommand, AnyEvent
 from remora.namespaces.geometry import KVGeometry, KVPrecision
 from remora.namespaces.hold_commands import Held
@@ -83,6 +84,8 @@ class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: bytes
     #: From the first block on.
     hashes: tuple[BlockHash, ...]
+    #: All of them, until the order is answered.
+    held: HeldThere
     #: No more than this at once.
     max_blocks: int
 

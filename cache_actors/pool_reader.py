@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -23,11 +24,11 @@ from ray.exceptions import RayError
 from remora.cache_actors.arena import Arena
 from remora.cache_actors.block_exports import BlockBytes, copy_blocks
 from remora.cache_actors.block_links import LinkedBlocks, PoolLinks
-from remora.cache_actors.block_loader import HeldReader
+from remora.cache_actors.block_loader import HeldReader, SourcePool
 from remora.cache_actors.byte_link import LinkAddress
-from remora.cache_actors.cluster_names import ray_namespace
+from remora.cache_actors.cluster_names import is_on_node, ray_namespace
 from remora.cache_actors.pool_messages import HoldReply
-from remora.cache_actors.port import KVSource
+from remora.cache_actors.port import HeldThere, KVSource
 from remora.namespaces.hold_commands import Held, Hold
 from remora.platform.base.errors import Unavailable
 from remora.platform.base.ids import HoldId
@@ -45,8 +46,31 @@ class PoolReaders:
         self._pools: dict[str, RemotePool] = {}
         self._lock = threading.Lock()
 
-    def find(self, source: KVSource) -> RemotePool:
-        """Raises Unavailable when there is no such actor."""
+    def find(self, source: KVSource) -> SourcePool:
+        """The pool, or what it holds for this reader already. Raises Unavailable when there is no such actor."""
+        found = self._find(source)
+        return found if source.held is None else HeldPool(found, source.held)
+
+    def prepare(self, source: KVSource) -> None:
+        """Has a link made to a pool of another node, in the background."""
+        if not is_on_node(source.actor_name, self._node_id):
+            threading.Thread(target=self._prepare, args=(source,), name="kv-link", daemon=True).start()
+
+    def _prepare(self, source: KVSource) -> None:
+        with suppress(Unavailable):  # what is not there is computed
+            self._find(source).links.prepare()
+
+    def read_tail(
+        self, source: KVSource, blocks: Sequence[int], block_bytes: int, *, timeout_s: float
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Blocks wherever they lie, each valid until the next; nothing without a link to the pool. Raises Unavailable
+        when they do not come in time."""
+        with self._lock:
+            found = self._pools.get(source.actor_name)
+        if found is not None:
+            yield from found.links.read_tail(blocks, block_bytes, timeout_s=timeout_s)
+
+    def _find(self, source: KVSource) -> RemotePool:
         with self._lock:
             found = self._pools.get(source.actor_name)
         if found is not None:
@@ -85,14 +109,35 @@ class RemotePool:
         reply = msgspec.msgpack.decode(data, type=HoldReply)
         if reply.node_id == self._node_id and reply.arena_path:
             return MappedBlocks(self._actor, command.hold_id, reply)
-        link = self.links.take() if reply.held.blocks else None
+        return self.read(command.hold_id, reply.held, partial(_let_go, self._actor, command.hold_id, reply.held))
+
+    def read(self, hold_id: HoldId, held: Held, let_go: Callable[[], None]) -> HeldReader:
+        """Reads what a pool of another node holds; `let_go` is called when that is over."""
+        link = self.links.take() if held.blocks else None
         if link is None:
-            return StreamedBlocks(self._actor, command.hold_id, reply.held)
-        let_go = partial(_let_go, self._actor, command.hold_id, reply.held)
-        return LinkedBlocks(self.links, link, command.hold_id, reply.held, let_go)
+            return StreamedBlocks(self._actor, hold_id, held, let_go)
+        return LinkedBlocks(self.links, link, hold_id, held, let_go)
 
     def _ask_links(self) -> LinkAddress | None:
-        return msgspec.msgpack.decode(_answer(self._actor.open_links.remote()), type=LinkAddress | None)
+        try:
+            data = _answer(self._actor.open_links.remote())
+        except Unavailable:
+            self._on_silent()
+            raise
+        return msgspec.msgpack.decode(data, type=LinkAddress | None)
+
+
+class HeldPool:
+    """block_loader.SourcePool over blocks that their pool holds for as long as it must."""
+
+    def __init__(self, pool: RemotePool, held: HeldThere) -> None:
+        self._pool = pool
+        self._held = held
+
+    def hold(self, command: Hold) -> HeldReader:
+        """Those of the wanted ones that are held."""
+        held = msgspec.structs.replace(self._held.held, blocks=self._held.held.blocks[: len(command.hashes)])
+        return self._pool.read(self._held.hold_id, held, lambda: None)
 
 
 class MappedBlocks:
@@ -137,10 +182,11 @@ class StreamedBlocks:
 
     path: Final = "streamed"
 
-    def __init__(self, actor: Any, hold_id: HoldId, held: Held) -> None:
+    def __init__(self, actor: Any, hold_id: HoldId, held: Held, let_go: Callable[[], None]) -> None:
         self._actor = actor
         self._hold_id = hold_id
         self._held = held
+        self._let_go = let_go
         self._ahead: tuple[int, int, Any] | None = None
 
     @property
@@ -169,7 +215,7 @@ class StreamedBlocks:
 
     def close(self) -> None:
         self._ahead = None
-        _let_go(self._actor, self._hold_id, self._held)
+        self._let_go()
 
 
 def _answer(call: Any) -> Any:

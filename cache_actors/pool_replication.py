@@ -40,7 +40,7 @@ class PoolReplication:
             if settings.telemetry is not None:
                 setup_telemetry(f"pool-{settings.device.name}", settings.telemetry, settings.state_dir)
             backups = ClusterBackups(settings.cluster_name, settings.node_id)
-            self._replicator = Replicator(pool, settings, backups)
+            self._replicator = Replicator(pool, settings, backups, commit)
             in_background(self._replicator.run())
 
     def note(self, commands: Sequence[AnyCommand]) -> None:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from remora.namespaces.commands import AddFormat, Admit, AnyAnswer, AnyEvent, Extend, Publish, Release, Relocated
 from remora.namespaces.geometry import KVGeometry
 from remora.namespaces.hashing import Derivation
+from remora.namespaces.hold_commands import Held
 from remora.namespaces.sequence_commands import SequenceCommand
-from remora.platform.base.ids import BlockHash, NamespaceId, PoolId
+from remora.platform.base.ids import BlockHash, HoldId, NamespaceId, PoolId
 
 EngineCommand = AddFormat | Admit | Extend | Publish | Release | Relocated | SequenceCommand
 OnAnswer = Callable[[EngineCommand, AnyAnswer], None]
@@ -72,6 +73,14 @@ class OtherChain(msgspec.Struct, frozen=True, kw_only=True):
     first: int
 
 
+class HeldThere(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a pool of another node holds for a reader already, and for as long as it must: to be read over links
+    from their process."""
+
+    hold_id: HoldId
+    held: Held
+
+
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """A pool that may have blocks which a request needs: another one, or any if they are of another chain."""
 
@@ -80,6 +89,8 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     actor_name: str
     #: None: under the request's own names.
     other: OtherChain | None = None
+    #: None: the reader has to ask for a hold, and lets it go.
+    held: HeldThere | None = None
 
 
 #: How bytes come: the source's arena is mapped and copied (same node), or its process sends them (another node), over
@@ -141,7 +152,7 @@ class BlockLoader(Protocol):
 
 
 class TailBlocks(Protocol):
-    """The own arena as others may map it, and those of others on this node."""
+    """The own arena as others may read it, and those of others."""
 
     node_id: str
     arena_path: str
@@ -150,9 +161,18 @@ class TailBlocks(Protocol):
         """Of a block of the own arena."""
         ...
 
+    def prepare(self, source: KVSource | None) -> None:
+        """A tail may soon be read from that pool: what that needs is done in the background."""
+        ...
+
     def read(
-        self, node_id: str, arena_path: str, blocks: Sequence[tuple[int, int]], block_bytes: int
+        self,
+        node_id: str,
+        arena_path: str,
+        blocks: Sequence[tuple[int, int]],
+        block_bytes: int,
+        source: KVSource | None = None,
     ) -> Iterator[NDArray[np.uint8]]:
         """Copies of (block, checksum), in order, up to the first whose checksum is another; nothing where they cannot
-        be had. Raises ArenaError."""
+        be had: of another node only from `source`, in time. Raises ArenaError, or Unavailable when they do not come."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from remora.namespaces.blocks import Block
@@ -51,6 +52,16 @@ def find_chain(parts: PoolParts, tip: BlockHash) -> Chain | None:
         at = at.parent
     hashes.reverse()
     return Chain(namespace.namespace_id, namespace.model_id, space.geometry, block.realm.key.fingerprint, tuple(hashes))
+
+
+def find_tips(parts: PoolParts, namespace_ids: Container[NamespaceId]) -> list[BlockHash]:
+    """The last blocks of all chains of these namespaces."""
+    return [
+        block_hash
+        for realm in parts.index.realms.values()
+        for block_hash, block in realm.blocks.items()
+        if not block.children and block.holding.namespace.namespace_id in namespace_ids
+    ]
 
 
 def _find(parts: PoolParts, block_hash: BlockHash) -> Block | None:

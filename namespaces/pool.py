@@ -13,10 +13,10 @@ checks with `leases()` which of their processes live and says LeaseLost for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from remora.namespaces.admission import Admission
-from remora.namespaces.chains import Chain, Link, find_chain, find_link
+from remora.namespaces.chains import Chain, Link, find_chain, find_link, find_tips
 from remora.namespaces.commands import (
     AddFormat,
     Admit,
@@ -221,6 +221,10 @@ class PoolState:
     def find_chain(self, tip: BlockHash) -> Chain | None:
         """All sealed blocks from the root to the one of that hash, if there is one."""
         return find_chain(self._parts, tip)
+
+    def find_tips(self, namespace_ids: Container[NamespaceId]) -> list[BlockHash]:
+        """The last blocks of all chains of these namespaces."""
+        return find_tips(self._parts, namespace_ids)
 
     def describe(self) -> PoolReport:
         return describe_pool(self._parts)

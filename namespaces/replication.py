@@ -4,8 +4,8 @@
                  ▲ its child is sealed: the chain is one longer
 
 Only ends of chains are kept, so that a conversation is one entry however long it is. What is evicted meanwhile is not
-copied any more. A pool that starts anew does not know what it had to copy; a chain is copied as a whole again as soon
-as a block is added to it.
+copied any more. A chain whose backup is another one than before, as after a restart, may miss there as a whole: its
+backup knows.
 """
 
 from __future__ import annotations
@@ -85,6 +85,17 @@ class Backlog:
         self._pending[block_hash] = pending
         if len(self._pending) > self._max_chains:
             self.drop(next(iter(self._pending.values())))
+
+    def add_chain(self, chain: Chain, now_s: float) -> bool:
+        """A whole chain may be missing, because it has another backup now. False if no more may be pending."""
+        tip = chain.hashes[-1]
+        if chain.namespace_id in self._totals and tip not in self._pending:
+            if len(self._pending) >= self._max_chains:
+                return False
+            pending = PendingChain(chain.namespace_id, tip, chain.geometry.block_bytes, now_s)
+            pending.num_blocks = len(chain.hashes)
+            self._pending[tip] = pending
+        return True
 
     def next(self) -> PendingChain | None:
         """Whose turn it is; it goes to the end of the line."""

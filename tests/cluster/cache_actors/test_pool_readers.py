@@ -17,8 +17,8 @@ from replica_probe import BLOCK_TOKENS, KiB, MakePool, MakeProbe, node_id
 from remora.cache_actors.block_loader import ThreadedLoader
 from remora.cache_actors.pool_calls import await_pool
 from remora.cache_actors.pool_messages import HoldReply
-from remora.cache_actors.pool_reader import PoolReaders, RemotePool
-from remora.cache_actors.port import KVSource, LoadedBlocks, LoadEnd, LoadOrder
+from remora.cache_actors.pool_reader import HeldPool, PoolReaders, RemotePool
+from remora.cache_actors.port import HeldThere, KVSource, LoadedBlocks, LoadEnd, LoadOrder
 from remora.namespaces.commands import Admitted, Granted, Published, Wait
 from remora.namespaces.geometry import KVGeometry, LayerGroup
 from remora.namespaces.hashing import chain_hashes, chain_root
@@ -182,3 +182,18 @@ async def test_pools_are_found_by_name_and_one_that_is_not_there_is_a_miss(
     assert (await Receiver(found).result()).num_blocks == NUM_BLOCKS - FIRST
     with pytest.raises(Unavailable, match="no pool actor"):
         readers.find(KVSource(pool_id=PoolId("p"), actor_name="pool-nowhere"))
+
+
+async def test_what_a_pool_holds_for_a_reader_already_is_read_as_far_as_it_is_wanted(
+    make_pool: MakePool, make_probe: MakeProbe
+) -> None:
+    pool = await make_pool()
+    await fill(pool, make_probe)
+    held = msgspec.msgpack.decode(await pool.hold.remote(hold("order", 30.0)), type=HoldReply).held
+    for place in ("elsewhere", "behind a wall"):
+        end = await Receiver(HeldPool(at(pool, place), HeldThere(hold_id=HoldId("order"), held=held))).result()
+        assert (end.num_blocks, end.problem) == (NUM_BLOCKS - FIRST, "")
+    assert (await pool.describe.remote()).report.used_bytes, "the pool itself lets go"
+    await pool.unhold.remote([HoldId("order")])
+    end = await Receiver(HeldPool(at(pool, "elsewhere"), HeldThere(hold_id=HoldId("order"), held=held))).result()
+    assert (end.num_blocks, "not held any more" in end.problem) == (0, True)

@@ -19,7 +19,7 @@ from remora.cache_actors.block_exports import as_held, copy_blocks, hold_command
 from remora.cache_actors.block_loader import ThreadedLoader
 from remora.cache_actors.durable_pool import DurablePool
 from remora.cache_actors.pool_messages import ReplicationOrder, ReplicationReply
-from remora.cache_actors.port import LoadPath
+from remora.cache_actors.port import KVSource, LoadPath
 from remora.cache_actors.replicator import Replicator
 from remora.namespaces.commands import AnyAnswer, AnyCommand, LeaseLost, Publish
 from remora.namespaces.hold_commands import Held, Hold
@@ -41,10 +41,9 @@ def crash(pool: DurablePool) -> None:
 class Reader:
     """Reads the source's arena; what is spoilt has another checksum than was told."""
 
-    def __init__(self, pool: DurablePool, command: Hold, world: World) -> None:
-        self.path: LoadPath = "streamed"
-        self._pool, self._hold_id, self._world = pool, command.hold_id, world
-        self._held: Held = as_held(pool.apply([hold_command(command)])[0])
+    def __init__(self, pool: DurablePool, held: Held, world: World) -> None:
+        self.path: LoadPath = "linked"
+        self._pool, self._held, self._world = pool, held, world
         self.num_blocks, self.block_bytes = len(self._held.blocks), self._held.block_bytes
 
     def read(self, first: int, into_NB: NDArray[np.uint8]) -> tuple[int, ...]:
@@ -55,7 +54,7 @@ class Reader:
         return sums
 
     def close(self) -> None:
-        self._pool.apply([unhold_command([self._hold_id])])
+        """The source lets go when it has its answer."""
 
 
 class World:
@@ -70,7 +69,7 @@ class World:
         self.target_settings = settings(tmp_path / "target")
         self.target = DurablePool(self.target_settings, SystemClock())
         self.store = self.new_store()
-        self.replicator = Replicator(self.source, self.settings, self)
+        self.replicator = Replicator(self.source, self.settings, self, self.source.apply)
         self.writer = ReplicaCalls("w", KV)
         self.source.apply([self.writer.attach()])
         self.task = asyncio.create_task(self.replicator.run())
@@ -79,15 +78,28 @@ class World:
         self.is_silent = False
         self.orders: list[ReplicationOrder] = []
 
+    async def restart_replicator(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.replicator = Replicator(self.source, self.settings, self, self.source.apply)
+        self.task = asyncio.create_task(self.replicator.run())
+
     def new_store(self) -> BackupStore:
-        loader = ThreadedLoader(lambda _: self, piece_bytes=2 * KV.block_bytes)
+        loader = ThreadedLoader(self._find, piece_bytes=2 * KV.block_bytes)
         return BackupStore(self.target, loader, attach=self._attach, commit=self.target.apply)
 
     def _attach(self, command: Any) -> AnyAnswer:
         return self.target.apply([command])[0]
 
+    def _find(self, source: KVSource) -> World:
+        assert source.held is not None
+        assert self.source.held(source.held.hold_id) == source.held.held, "it is held while it is read"
+        self._held = source.held.held
+        return self
+
     def hold(self, command: Hold) -> Reader:
-        return Reader(self.source, command, self)
+        held = msgspec.structs.replace(self._held, blocks=self._held.blocks[: len(command.hashes)])
+        return Reader(self.source, held, self)
 
     # replicator.Backups
 
@@ -156,6 +168,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(replicator_module, "GATHER_S", 0.01)
     monkeypatch.setattr(replicator_module, "_RETRY_S", 0.05)
     monkeypatch.setattr(replicator_module, "_IDLE_S", 0.02)
+    monkeypatch.setattr(replicator_module, "_LOOK_S", 0.02)
     made = World(tmp_path)
     yield made
     await made.close()
@@ -211,6 +224,53 @@ async def test_a_backup_that_is_away_gets_everything_when_it_is_back(world: Worl
     await world.until(lambda: not world.report.lag_blocks)
     assert len(world.stored(world.target, tokens(3))) == 3
     assert len(world.stored(world.target, tokens(2, start=9))) == 2
+
+
+async def test_what_a_backup_had_that_has_gone_is_copied_to_the_next(world: World, tmp_path: Path) -> None:
+    world.write("one", tokens(4))
+    world.write("two", tokens(4) + tokens(2, start=7))
+    await world.until(lambda: not world.report.lag_blocks)
+    world.target.retire()
+    (tmp_path / "next").mkdir()
+    world.target = DurablePool(settings(tmp_path / "next"), SystemClock())
+    world.store, world.pools, world.is_silent = world.new_store(), ["next"], True
+    await world.until(lambda: world.report.lag_blocks)
+    assert world.report.lag_blocks == 6, "nothing of it is on another node"
+    world.is_silent = False
+    await world.until(lambda: not world.report.lag_blocks)
+    assert world.stored(world.target, tokens(4) + tokens(2, start=7)) == world.stored(
+        world.source, tokens(4) + tokens(2, start=7)
+    )
+
+
+async def test_after_a_restart_a_pool_asks_its_backup_what_is_there(world: World) -> None:
+    world.pools = []
+    world.write("one", tokens(3))
+    world.write("two", tokens(2, start=9), "b")
+    await world.restart_replicator()
+    assert not world.report.lag_blocks
+    world.pools = ["target"]
+    await world.until(lambda: len(world.stored(world.target, tokens(3))) == 3)
+    await world.restart_replicator()
+    world.orders.clear()
+    await world.until(lambda: world.orders and not world.report.lag_blocks)
+    assert (world.report.copied_blocks, len(world.orders)) == (0, 1), "all of it is there, and b stays where it is"
+
+
+async def test_what_could_not_be_held_is_copied_later(world: World) -> None:
+    commit, num_failed = world.replicator._commit, 0
+
+    def is_full_twice(commands: list[AnyCommand]) -> list[AnyAnswer]:
+        nonlocal num_failed
+        if num_failed < 2:
+            num_failed += 1
+            raise Unavailable("the journal has no room")
+        return commit(commands)
+
+    world.replicator._commit = is_full_twice  # type: ignore[method-assign]
+    world.write("one", tokens(3))
+    await world.until(lambda: not world.report.lag_blocks)
+    assert (num_failed, world.report.copied_blocks, world.report.dropped_blocks) == (2, 3, 0)
 
 
 async def test_what_is_refused_there_is_given_up_and_counted(world: World) -> None:
