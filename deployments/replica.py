@@ -152,6 +152,7 @@ class ModelReplica:
         )
         self._stages = None if part is None else await self._start_stages(part)
         is_split = self._stages is not None
+        readers = PoolReaders(config.cluster.name, self._node_id)
         self._engine = Engine(
             self._model,
             self._lease.memory,
@@ -167,13 +168,13 @@ class ModelReplica:
                 debug=config.cluster.debug,
             ),
             # One pool has only a part of a pipeline's blocks.
-            loader=None if is_split else ThreadedLoader(PoolReaders(config.cluster.name, self._node_id).find),
+            loader=None if is_split else ThreadedLoader(readers.find),
             own_pool=None
             if is_split
             else KVSource(
                 pool_id=self._lease.binding.pool_id, actor_name=pool_actor_name(self._device.name, self._node_id)
             ),
-            tails=None if is_split else self._tails(),
+            tails=None if is_split else self._tails(readers),
             on_fenced=self._on_fenced,
             on_stage_lost=None if self._stages is None else self._stages.stage_lost,
         )
@@ -190,12 +191,10 @@ class ModelReplica:
         self._start_times.end("registry")
         logger.info("replica %s of %s is up, %s", self.replica_id, model_name, self._start_times)
 
-    def _tails(self) -> NodeArenas | None:
+    def _tails(self, readers: PoolReaders) -> NodeArenas | None:
         """None on a GPU, whose memory others cannot map by a path."""
-        binding = self._lease.binding
-        if binding.kind != "cpu":
-            return None
-        return NodeArenas(self._node_id, binding.arena_path, self._lease.memory.data)
+        path, is_cpu = self._lease.binding.arena_path, self._lease.binding.kind == "cpu"
+        return NodeArenas(self._node_id, path, self._lease.memory.data, readers) if is_cpu else None
 
     async def _start_stages(self, part: StagePart) -> StageGroup:
         """The workers of the stages behind this one; the model's decoder is then all of them."""

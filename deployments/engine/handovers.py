@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from remora.deployments.engine.messages import FreezeOrder, Handover, Resumption, TailBlock
 from remora.deployments.engine.output import token_delta
 from remora.deployments.engine.sequence import Phase, Sequence
-from remora.platform.base.errors import ArenaError
+from remora.platform.base.errors import ArenaError, Unavailable
 
 if TYPE_CHECKING:
     from remora.cache_actors.port import TailBlocks
@@ -33,7 +33,7 @@ class Handovers:
     """Engine thread only."""
 
     def __init__(self, book: RequestBook, scheduler: Scheduler, tails: TailBlocks | None) -> None:
-        """`tails`: None where arenas cannot be mapped by others; then what is not sealed is computed again."""
+        """`tails`: None where arenas cannot be read by others; then what is not sealed is computed again."""
         self._book = book
         self._scheduler = scheduler
         self._tails = tails
@@ -73,6 +73,8 @@ class Handovers:
         for sequence in self._scheduler.running:
             if sequence.is_ready and not sequence.has_announced:
                 sequence.has_announced = True
+                if self._tails is not None:
+                    self._tails.prepare(sequence.live.request.kv_source)
                 delta = token_delta(sequence, (), "", is_ready=True)
                 self._book.outbox.add(sequence.live.request.router_id, delta)
 
@@ -103,7 +105,8 @@ class Handovers:
         before, num_sound = sequence.num_computed_tokens, 0
         blocks = [(each.block, each.checksum) for each in handover.blocks]
         try:
-            found = self._tails.read(handover.node_id, handover.arena_path, blocks, block_bytes)
+            source = live.request.kv_source
+            found = self._tails.read(handover.node_id, handover.arena_path, blocks, block_bytes, source)
             for position, bytes_B in enumerate(found, handover.first):
                 num_sound += 1
                 end = min((position + 1) * size, handover.num_tokens)
@@ -118,7 +121,7 @@ class Handovers:
                 if num_sound < len(blocks) and handover.node_id == self._tails.node_id:
                     self._book.counters.num_damaged_blocks += 1
                     _log.warning("%s: a block of the tail has another checksum; it is computed", sequence.sequence_id)
-        except ArenaError as error:
+        except (ArenaError, Unavailable) as error:
             _log.warning("%s: the tail is computed: %s", sequence.sequence_id, error)
         num_tokens = sequence.num_computed_tokens - before
         live.num_copied_tokens += num_tokens

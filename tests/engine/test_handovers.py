@@ -32,7 +32,7 @@ class Tails(NodeArenas):
         self.is_gone = False
 
     def read(
-        self, node_id: str, arena_path: str, blocks: Sequence[tuple[int, int]], block_bytes: int
+        self, node_id: str, arena_path: str, blocks: Sequence[tuple[int, int]], block_bytes: int, source: Any = None
     ) -> Iterator[NDArray[np.uint8]]:
         if self.is_gone:
             raise ArenaError("it cannot be opened")
