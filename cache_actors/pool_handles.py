@@ -8,6 +8,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from remora.cache_actors.cluster_names import POOL_PREFIX, pool_actor_name, ray_namespace
+from remora.cache_actors.device_resources import check_node, pool_gpus
 from remora.cache_actors.pool_actor import PoolActor
 from remora.cache_actors.pool_settings import PoolSettings
 from remora.platform.base.config import RemoraConfig
@@ -16,11 +17,13 @@ from remora.platform.base.config import RemoraConfig
 def get_or_create_pool(config: RemoraConfig, device_name: str, node_id: str) -> Any:
     """Handle of the pool actor of a device on a node; the first caller creates it. Ray must be initialised.
 
-    Raises ConfigError for an unknown device; what is wrong with the arena or the quotas shows in `await_pool`.
+    Raises ConfigError for an unknown device, or a GPU that the node has not; what is wrong with the arena or the quotas
+    shows in `await_pool`.
     """
     settings = PoolSettings.from_config(
         config, device_name, node_id=node_id, session_name=ray.get_runtime_context().get_session_name()
     )
+    check_node(config, settings.device, node_id)
     return (
         ray.remote(PoolActor)
         .options(
@@ -31,7 +34,7 @@ def get_or_create_pool(config: RemoraConfig, device_name: str, node_id: str) -> 
             max_restarts=-1,
             max_task_retries=0,
             num_cpus=0,
-            num_gpus=1 if settings.device.kind == "cuda" else 0,
+            num_gpus=pool_gpus(settings.device),
             max_concurrency=4096,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )

@@ -8,6 +8,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from remora.cache_actors.device_resources import actor_options, placement_strategy, process_resources
 from remora.deployments.replica import ModelReplica
 from remora.deployments.targeting import TargetedRequestRouter
 from remora.platform.base.config import RemoraConfig
@@ -19,7 +20,7 @@ from remora.platform.http.ingress import HttpRouter
 ROUTER_NAME = "Router"
 #: Admission is the engine's and the router's affair; Serve must not add a second queue.
 _MAX_ONGOING_REQUESTS = 100_000
-#: Ray counts CPUs to place processes; what a replica really uses is bounded by the step lock of its device.
+#: Ray counts CPUs to place processes.
 _PROCESS_CPUS = 0.01
 #: For requests to leave a replica that stops; what is left then is continued elsewhere as after a crash.
 _SHUTDOWN_TIMEOUT_S = 10.0
@@ -43,7 +44,7 @@ def start_serve(config: RemoraConfig) -> None:
 def build_app(config: RemoraConfig, *, drain_timeout_s: float = _SHUTDOWN_TIMEOUT_S) -> serve.Application:
     """The application, ready for `serve.run`. `drain_timeout_s`: how long a router that stops goes on with the streams
     it has, for they end with it."""
-    models = {model.name: _model_deployment(model).bind(config, model.name) for model in config.models}
+    models = {model.name: _model_deployment(config, model).bind(config, model.name) for model in config.models}
     router = serve.deployment(
         name=ROUTER_NAME,
         num_replicas=config.http.num_routers,
@@ -60,12 +61,21 @@ def build_app(config: RemoraConfig, *, drain_timeout_s: float = _SHUTDOWN_TIMEOU
     return router.bind(config, models)
 
 
-def _model_deployment(model: ModelConfig) -> Any:
+def _model_deployment(config: RemoraConfig, model: ModelConfig) -> Any:
+    devices = {device.name: device for device in config.devices}
+    placement: dict[str, Any] = {}
+    if model.pipeline_stages > 1:
+        # A bundle for each stage: the replica is in the first, and starts its workers in the others.
+        placement = {
+            "placement_group_bundles": [process_resources([devices[name]]) for name in model.stage_devices],
+            "placement_group_strategy": placement_strategy(devices[name] for name in model.stage_devices),
+        }
     return serve.deployment(
         name=model.name,
         num_replicas=model.num_replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": _PROCESS_CPUS},
+        ray_actor_options=actor_options(process_resources(devices[name] for name in model.first_devices)),
+        **placement,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,

@@ -1,13 +1,14 @@
 {{/*
 The configuration as the pods get it: values.config, and what only the chart knows. Without num_threads an engine would
 start a thread per core of the node, whatever the pod's CPU limit: the smallest limit of the pods that hold the device,
-shared by the devices of such a pod.
+shared by the devices of such a pod. The pods that hold a device are marked by a custom resource of Ray.
 */}}
 {{- define "remora.document" -}}
 {{- $config := deepCopy .Values.config -}}
 {{- $workers := .Values.workers -}}
 {{- $devices := list -}}
 {{- range $device := $config.devices -}}
+{{- $device = set (deepCopy $device) "node_resource" (include "remora.deviceResource" $device.name) -}}
 {{- if not $device.num_threads -}}
 {{- $threads := 0 -}}
 {{- range $workers -}}
@@ -17,7 +18,7 @@ shared by the devices of such a pod.
 {{- end -}}
 {{- end -}}
 {{- if $threads -}}
-{{- $device = set (deepCopy $device) "num_threads" $threads -}}
+{{- $device = set $device "num_threads" $threads -}}
 {{- end -}}
 {{- end -}}
 {{- $devices = append $devices $device -}}
@@ -72,11 +73,6 @@ true
 remora_device_{{ . }}
 {{- end -}}
 
-{{/* Device on which a model's replicas compute; of a pipeline, the first stage's. */}}
-{{- define "remora.firstDevice" -}}
-{{- default (default "cpu0" .device) (first (default (list) .stage_devices)) -}}
-{{- end -}}
-
 {{- define "remora.serveConfig" -}}
 {{- $document := include "remora.document" . -}}
 proxy_location: EveryNode
@@ -97,13 +93,5 @@ applications:
       sha256: {{ sha256sum $document }}
       {{- if .Values.config.tenants }}
       tenants_sha256: {{ include "remora.tenants" . | sha256sum }}
-      {{- end }}
-    deployments:
-      {{- range .Values.config.models }}
-      - name: {{ .name | quote }}
-        ray_actor_options:
-          num_cpus: 0.01
-          # On a node that holds the model's device.
-          resources: {{ dict (include "remora.deviceResource" (include "remora.firstDevice" .)) 1 | toJson }}
       {{- end }}
 {{- end -}}

@@ -26,6 +26,9 @@
 {{- end -}}
 {{- $kinds := dict -}}
 {{- range $config.devices -}}
+{{- if .node_resource -}}
+{{- fail (printf "config.devices: node_resource of %q: the chart says which pods hold a device; leave it out" .name) -}}
+{{- end -}}
 {{- $_ := set $kinds .name (default "cpu" .kind) -}}
 {{- end -}}
 {{- $offered := list -}}
@@ -68,14 +71,16 @@
 {{- end -}}
 {{- end -}}
 {{- range $config.models -}}
-{{- $device := include "remora.firstDevice" . -}}
-{{- if not (has $device $offered) -}}
-{{- fail (printf "workers: no group holds the device %q of the model %q" $device .name) -}}
-{{- end -}}
+{{- $device := default "cpu0" .device -}}
 {{- $model := . -}}
+{{- range default (list $device) .stage_devices -}}
+{{- if not (has . $offered) -}}
+{{- fail (printf "workers: no group holds the device %q of the model %q" . $model.name) -}}
+{{- end -}}
+{{- end -}}
 {{- range $worker := $root.Values.workers -}}
 {{- if has $device $worker.devices -}}
-{{- range concat (default (list) $model.more_devices) (default (list) $model.stage_devices) -}}
+{{- range default (list) $model.more_devices -}}
 {{- if not (has . $worker.devices) -}}
 {{- fail (printf "workers.%s.devices: holds %q of the model %q, but not %q, where its replicas would be as well" $worker.name $device $model.name .) -}}
 {{- end -}}

@@ -58,6 +58,9 @@ class DeviceConfig(_Section):
     reserved_bytes: ByteSize | None = None
     #: CPU cores that engine steps use, one thread each; None: all the process may use.
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    #: Resource of Ray that only nodes with this device offer (`ray start --resources`); a replica or stage takes 1.
+    #: None: every node has the device, of kind cuda every node with a GPU.
+    node_resource: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.:-]{0,127}$")] | None = None
     #: Which cached block goes first: docs/eviction.md.
     eviction: Literal["lru", "s3fifo", "arc", "value"] = "value"
 
@@ -257,6 +260,11 @@ def _check_devices(model: ModelConfig, devices: dict[str, DeviceConfig]) -> None
         )
     if on_gpu and model.backend == "transformers":
         raise ValueError(f"{where}.backend: transformers is not served on GPUs, and {on_gpu[0]!r} is one; auto is")
+    if model.stage_devices and on_gpu and not model.stage_layers:
+        raise ValueError(
+            f"{where}.stage_layers: needed with stages on GPUs, and {on_gpu[0]!r} is one: what layers take is "
+            "measured on CPUs only"
+        )
 
 
 def _explain(error: ValidationError) -> str:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from remora.platform.base.errors import RemoraError
@@ -72,10 +72,18 @@ def new_temp_dir() -> Path:
     raise RayStartError(f"no folder with a path short enough for Ray's sockets: {tempfile.gettempdir()}")
 
 
-def start_local_ray(temp_dir: Path, *, namespace: str, num_cpus: int, object_store_bytes: int) -> None:
+def start_local_ray(
+    temp_dir: Path,
+    *,
+    namespace: str,
+    num_cpus: int,
+    object_store_bytes: int,
+    resources: Mapping[str, float] | None = None,
+) -> None:
     """Starts Ray and connects this process to it; tries twice, because Ray gives up after 30 s on a busy machine.
 
-    Sets `local_ray_environment()` in this process. Raises RayStartError.
+    Its one node offers `resources` beside CPUs and GPUs. Sets `local_ray_environment()` in this process. Raises
+    RayStartError.
     """
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(local_ray_environment(temp_dir))
@@ -86,6 +94,7 @@ def start_local_ray(temp_dir: Path, *, namespace: str, num_cpus: int, object_sto
             address="local",
             num_cpus=num_cpus,
             num_gpus=None,
+            resources=dict(resources or {}),
             include_dashboard=False,
             object_store_memory=object_store_bytes,
             namespace=namespace,

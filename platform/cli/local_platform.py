@@ -131,6 +131,10 @@ class LocalPlatform:
                 namespace=APP_NAME,
                 num_cpus=os.cpu_count() or 1,
                 object_store_bytes=int(self._config.cluster.object_store_bytes),
+                # Its one node has all devices.
+                resources={
+                    device.node_resource: 1000.0 for device in self._config.devices if device.node_resource is not None
+                },
             )
             self._say(f"Ray: a cluster of its own on loopback ({time.monotonic() - started_s:.1f} s)")
             return

@@ -124,6 +124,7 @@ def test_the_configuration_says_what_the_values_say(
     for device, given_device in zip(config["devices"], given["devices"], strict=True):
         if given_device["num_threads"] is None:
             device["num_threads"] = None
+        device["node_resource"] = None
     if name == "everything":
         assert config["telemetry"].pop("otlp_endpoint") == "http://127.0.0.1:4317"
         given["telemetry"].pop("otlp_endpoint")
@@ -153,20 +154,12 @@ def test_serve_accepts_the_serve_configuration_and_finds_the_builder(manifests: 
 def test_every_model_is_placed_where_its_device_is(manifests: Manifests) -> None:
     import json
 
-    from remora.platform import app
-
     config = config_of(manifests)
-    (application,) = serve_config(manifests)["applications"]
-    options = {each["name"]: each["ray_actor_options"] for each in application["deployments"]}
-    assert set(options) == {model.name for model in config.models}
-    for model in config.models:
-        assert options[model.name]["num_cpus"] == app._PROCESS_CPUS
-        ((resource, amount),) = options[model.name]["resources"].items()
-        assert resource == f"remora_device_{model.device}"
-        assert amount == 1
+    for device in config.devices:
+        assert device.node_resource == f"remora_device_{device.name}", "what replicas ask for"
         offers = [
             # As KubeRay's shell and Ray's autoscaler undo the quoting.
-            json.loads(group["rayStartParams"]["resources"][1:-1].replace("\\", "")).get(resource, 0)
+            json.loads(group["rayStartParams"]["resources"][1:-1].replace("\\", "")).get(device.node_resource, 0)
             for group in groups_of(manifests).values()
         ]
         assert sum(offers) >= 1

@@ -82,7 +82,8 @@ def test_good_values_pass_the_schema(name: str, chart: Any) -> None:
         ("workers.0.resources.limits.memory", "2Gi", "workers.cpu.resources.limits.memory: 2Gi do not hold the 2658 M"),
         ("config.models.0.device", "gpu0", 'workers: no group holds the device "gpu0" of the model "smollm2"'),
         ("config.models.0.more_devices", ["cpu1"], 'workers.cpu.devices: holds "cpu0" of the model "smollm2", but not'),
-        ("config.models.0.stage_devices", ["cpu0", "cpu1"], 'workers.cpu.devices: holds "cpu0" of the model "smollm2"'),
+        ("config.models.0.stage_devices", ["cpu0", "cpu1"], 'workers: no group holds the device "cpu1" of the model'),
+        ("config.devices.0.node_resource", "rack", 'config.devices: node_resource of "cpu0": the chart says which'),
         ("ray.autoscaling.enabled", True, "workers.cpu.replicasPerNode: is needed with ray.autoscaling.enabled"),
     ],
 )

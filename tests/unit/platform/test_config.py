@@ -142,6 +142,11 @@ def test_the_default_namespace_of_a_model_comes_first() -> None:
         (staged(stage_devices=["cpu0", "long"]), "models.a.stage_devices: block_tokens of 'long' are 64, those of"),
         (staged(stage_layers=[1, 2, 3]), "models.a.stage_layers: 3 entries for 2 pipeline_stages; one for each"),
         (staged(stage_layers=[1, 0]), "models.0.stage_layers.1: 0 is not allowed"),
+        (
+            staged(stage_devices=["cpu0", "gpu0"]) | {"devices": [{"name": "cpu0"}, {"name": "gpu0", "kind": "cuda"}]},
+            "models.a.stage_layers: needed with stages on GPUs, and 'gpu0' is one",
+        ),
+        (document(devices=[{"node_resource": "a b"}]), "devices.0.node_resource: "),
         (staged(device="cpu1"), "models.a.device: 'cpu1' is not the first of stage_devices, 'cpu0'; leave one of them"),
         (staged(more_devices=["cpu1"]), "models.a.more_devices: not with pipeline_stages"),
         (staged(backend="transformers"), "models.a.backend: 'transformers' cannot be split"),
