@@ -71,6 +71,11 @@ def make_arena(settings: PoolSettings) -> PlacedArena:
     return PlacedArena(opened.arena, place.backing, opened.outcome, False)
 
 
+def map_arena(path: Path, ipc_handle: bytes) -> MappedArena:
+    """The arena of a running pool of this node; a GPU's has a handle. Raises ArenaError when it cannot be mapped."""
+    return CudaArena.open_ipc(path, ipc_handle) if ipc_handle else Arena.open(path)
+
+
 def remove_arena(arena: MappedArena) -> None:
     """Gives an arena up with its journal, for good; processes that still map it must stop."""
     journal_path(arena.path).unlink(missing_ok=True)

@@ -41,6 +41,9 @@ _NONCE_BYTES: Final = 32
 _PROOF_BYTES: Final = 32
 #: Bytes of the message, bytes of the body.
 _HEADER: Final = struct.Struct("!IQ")
+#: Seconds of silence, seconds between two questions then, and how many may stay without an answer.
+_KEEPALIVE_OPTIONS: Final = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+_KEEPALIVE: Final = (15, 5, 3)
 _TIMEVAL: Final = struct.Struct("@ll")
 
 Buffer = bytes | bytearray | memoryview
@@ -75,6 +78,10 @@ class Link:
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A peer that says nothing for long may be idle, or have lost its node.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in zip(_KEEPALIVE_OPTIONS, _KEEPALIVE, strict=True):
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket = connected
         self._num_body_bytes = 0
         self._is_broken = False

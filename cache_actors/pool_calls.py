@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError, RayTaskError
 
 from remora.cache_actors.pool_messages import KVFormats, PoolBinding
 from remora.platform.base.errors import ArenaError, Unavailable
@@ -23,7 +23,8 @@ _MAX_DEATHS: Final = 5
 async def until_answered(call: Callable[[], Any]) -> bytes:
     """Repeats a call until the pool answers it: a pool that died comes back (design §4.6), with its numbering.
 
-    Raises what the method raised, or ActorDiedError when the actor was ended for good.
+    Raises what the method raised, ActorDiedError when the actor was ended for good, ActorUnschedulableError when its
+    node is gone.
     """
     pause_s = 0.02
     deaths = 0
@@ -36,7 +37,7 @@ async def until_answered(call: Callable[[], Any]) -> bytes:
                 raise
             logger.warning("the pool cannot take the call now, trying again: %s", error.cause)
         except RayError as error:
-            deaths = deaths + 1 if isinstance(error, ActorDiedError) else 0
+            deaths = deaths + 1 if isinstance(error, ActorDiedError | ActorUnschedulableError) else 0
             if deaths > _MAX_DEATHS:
                 raise
             logger.warning("the pool cannot be reached, trying again: %s", str(error).partition("\n")[0])

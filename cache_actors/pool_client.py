@@ -25,7 +25,8 @@ from typing import Any, Final
 
 import msgspec
 
-from remora.cache_actors.arena import Arena, ArenaView, MappedArena
+from remora.cache_actors.arena import ArenaView, MappedArena
+from remora.cache_actors.arena_place import map_arena
 from remora.cache_actors.pool_calls import await_pool, until_answered
 from remora.cache_actors.pool_messages import PoolBinding, decode_call_reply, decode_events_reply, encode_commands
 from remora.cache_actors.port import EngineCommand, OnAnswer, OnEvent
@@ -63,12 +64,12 @@ class PoolClient:
     """One lease. Made by `attach` on the replica's event loop; `send` and `may_emit` are for the engine thread."""
 
     def __init__(
-        self, pool: Any, binding: PoolBinding, arena: MappedArena, attach: Attach, on_lost: OnLost | None
+        self, pool: Any, binding: PoolBinding, arena: MappedArena | None, attach: Attach, on_lost: OnLost | None
     ) -> None:
         """For `attach` only."""
         self.binding: Final = binding
-        self.arena: Final[MappedArena] = arena
-        self.memory: Final = ArenaView(arena, attach.geometry)
+        self._arena: Final = arena
+        self._geometry: Final = attach.geometry
         self.lease_id: Final = attach.lease_id
         self.attached: Attached | None = None
         self.lost: str | None = None
@@ -105,22 +106,19 @@ class PoolClient:
         relocates: bool = False,
         reserved_bytes: int = 0,
         process: ProcessIdentity | None = None,
+        maps: bool = True,
         on_lost: OnLost | None = None,
     ) -> PoolClient:
         """Maps the arena and registers this process. `on_lost(reason)` is called on the loop. `relocates`: whoever uses
-        the lease takes `Relocate` events; an engine does. `process`: of this node, if another one writes than this:
-        what the lease holds is free when it is gone.
+        the lease takes `Relocate` events; an engine does. `process`: of the pool's node, if another one writes than
+        this: what the lease holds is free when it is gone. `maps`: False for a pool of another node, whose memory only
+        that process reaches; `may_emit` then tells what the pool has said, and that process must look for itself.
 
         Raises PoolError when the pool refuses (the reason says why), ArenaError when the pool could not start or its
         memory cannot be mapped.
         """
         binding = await await_pool(pool)
-        if binding.kind == "cpu":
-            arena: MappedArena = Arena.open(Path(binding.arena_path))
-        else:
-            from remora.cache_actors.cuda_arena import CudaArena
-
-            arena = CudaArena.open_ipc(Path(binding.arena_path), binding.ipc_handle)
+        arena = map_arena(Path(binding.arena_path), binding.ipc_handle) if maps else None
         attach = Attach(
             lease_id=LeaseId(f"{replica_id}:{os.getpid()}:{uuid.uuid4().hex}"),
             call_no=1,
@@ -139,12 +137,21 @@ class PoolClient:
             await client._stop()
             reason = answer.reason if isinstance(answer, AttachRefused) else str(answer)
             raise PoolError(f"pool {binding.pool_id} refuses replica {replica_id}: {reason}")
-        if answer.incarnation != arena.header.incarnation:
+        if arena is not None and answer.incarnation != arena.header.incarnation:
             await client._stop()
             raise ArenaError(f"{binding.arena_path}: the pool restarted with a new arena; attach again")
         client.attached = answer
         client._tasks.append(asyncio.create_task(client._run_events(), name=f"pool-events-{replica_id}"))
         return client
+
+    @property
+    def memory(self) -> ArenaView:
+        """The pool's memory in the lease's geometry."""
+        return self._view(self._geometry)
+
+    def _view(self, geometry: KVGeometry) -> ArenaView:
+        assert self._arena is not None, "a lease that maps nothing has no memory to show"
+        return ArenaView(self._arena, geometry)
 
     async def detach(self) -> None:
         """Ends the lease after everything queued is answered; the pool then releases what it still holds."""
@@ -154,6 +161,12 @@ class PoolClient:
                 self._queue.append(Detach(lease_id=self.lease_id, call_no=self._take_call_no()))
         self._wake.set()
         await self._done
+        await self._stop()
+
+    async def abandon(self) -> None:
+        """Ends the lease here, whatever the pool does: its process is gone, or the pool's node."""
+        with self._lock:
+            self._closing = True
         await self._stop()
 
     def bind(self, on_answer: OnAnswer, on_event: OnEvent) -> None:
@@ -179,7 +192,7 @@ class PoolClient:
         if not isinstance(answer, FormatAdded):
             reason = answer.message if isinstance(answer, Refused) else str(answer)
             raise PoolError(f"pool {self.binding.pool_id} refuses a precision: {reason}")
-        return ArenaView(self.arena, geometry)
+        return self._view(geometry)
 
     def _enqueue(self, command: EngineCommand, asked: asyncio.Future[AnyAnswer] | None) -> None:
         with self._lock:
@@ -196,11 +209,11 @@ class PoolClient:
 
     def may_emit(self) -> bool:
         """False once the lease is lost: reads two words of shared memory."""
-        attached = self.attached
+        attached, arena = self.attached, self._arena
         return (
             attached is not None
             and self.lost is None
-            and self.arena.header.may_emit(attached.lease_slot, attached.generation, attached.incarnation)
+            and (arena is None or arena.header.may_emit(attached.lease_slot, attached.generation, attached.incarnation))
         )
 
     def _take_call_no(self) -> int:
@@ -276,6 +289,12 @@ class PoolClient:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     async def _run_events(self) -> None:
+        try:
+            await self._follow_events()
+        except Exception as error:  # the pool is gone for good, with its node
+            self._lose(f"events ended: {error!r}")
+
+    async def _follow_events(self) -> None:
         while self.lost is None:
             seen_no = max([self._event_no, *(events[-1].event_no for _, events in self._early)])
             reply = decode_events_reply(
@@ -307,4 +326,5 @@ class PoolClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.attached = None
-        self.arena.close()
+        if self._arena is not None:
+            self._arena.close()

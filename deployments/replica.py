@@ -24,8 +24,9 @@ from ray import serve
 
 from remora.cache_actors.block_loader import ThreadedLoader
 from remora.cache_actors.cluster_names import pool_actor_name
+from remora.cache_actors.device_resources import select_gpu
 from remora.cache_actors.node_arenas import NodeArenas
-from remora.cache_actors.pool_calls import ask_kv_formats
+from remora.cache_actors.pool_calls import ask_kv_formats, await_pool
 from remora.cache_actors.pool_client import PoolClient
 from remora.cache_actors.pool_handles import get_or_create_pool
 from remora.cache_actors.pool_reader import PoolReaders
@@ -98,6 +99,8 @@ class ModelReplica:
         self._loop = asyncio.get_running_loop()
         self._node_id = ray.get_runtime_context().get_node_id()
         pool = get_or_create_pool(config, self._device.name, self._node_id)
+        if self._device.kind == "cuda":
+            select_gpu((await await_pool(pool)).device_uuid)
         part: StagePart | None = None
         self._start_times.end("pool")
         if self._model_config.pipeline_stages > 1:

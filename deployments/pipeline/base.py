@@ -160,6 +160,8 @@ class StageLease(msgspec.Struct, frozen=True, kw_only=True):
     """A stage's way to the memory of its pool; of cache_actors' PoolBinding and Attached."""
 
     arena_path: str
+    #: Of a GPU's arena.
+    ipc_handle: bytes = b""
     step_lock_path: str
     lease_slot: int
     generation: int
@@ -168,8 +170,8 @@ class StageLease(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
 
 
-#: "shared_memory": a ring in /dev/shm, on one node.
-TransportKind = Literal["shared_memory"]
+#: "shared_memory": a ring in /dev/shm, on one node. "tcp": a connection between two nodes.
+TransportKind = Literal["shared_memory", "tcp"]
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):

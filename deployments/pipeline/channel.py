@@ -1,4 +1,8 @@
-"""The hop between two stages, whatever carries it: ring.py does on one node."""
+"""The hop between two stages, whatever carries it: ring.py does on one node, link_hop.py between two.
+
+One writer and one reader, a thread each. Both hold a bounded number of bytes; whoever is faster waits. The end of the
+other side shows as StageLost: at once when its process has died, or at the deadline of the call.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,11 @@ class HopSender(Protocol):
 
 class HopReceiver(Protocol):
     """One thread reads messages in place, in the order in which they were sent."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of messages (ring.message_room) that find room here, whether they are read or not."""
+        ...
 
     def has_message(self) -> bool: ...
 

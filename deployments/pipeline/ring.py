@@ -1,4 +1,4 @@
-"""A ring of messages in shared memory, from one process of a node to another: the hop between two stages.
+"""A ring of messages in shared memory, from one process of a node to another: the hop between two stages of a node.
 
     0      magic · capacity in bytes
     64     sent (futex word)         128   taken (futex word)
@@ -41,26 +41,28 @@ def message_room(num_bytes: int) -> int:
     return _LINE + -(-num_bytes // _LINE) * _LINE
 
 
+def _capacity(max_message_bytes: int, num_messages: int) -> int:
+    # With padding before a message that starts anew, an empty ring has room for one only if it could hold two.
+    return message_room(max_message_bytes) * max(2, num_messages)
+
+
+def _head(capacity: int) -> bytes:
+    return np.array([_MAGIC, capacity], np.uint64).tobytes()
+
+
 class Ring:
     """One end of a mapped ring."""
 
-    def __init__(self, path: Path, *, peer_lives: Callable[[], bool]) -> None:
-        """Maps a file that `create` has made. Raises StageLost when it is not there or no ring."""
-        self.path: Final = path
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise StageLost(f"{path}: the channel of a pipeline cannot be opened: {error.strerror}") from None
-        try:
-            self._mapping = mmap.mmap(fd, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
-        whole: Bytes = np.frombuffer(self._mapping, np.uint8)
+    def __init__(self, mapping: mmap.mmap, name: str, *, peer_lives: Callable[[], bool]) -> None:
+        """Use `open` or `private`. Raises StageLost when the mapping is no ring; `name` is for messages."""
+        self.name: Final = name
+        self._mapping = mapping
+        whole: Bytes = np.frombuffer(mapping, np.uint8)
         words = whole[:_DATA].view(np.uint64)
         if int(words[0]) != _MAGIC or int(words[1]) != len(whole) - _DATA:
-            raise StageLost(f"{path}: is no channel of a pipeline")
+            raise StageLost(f"{name}: is no channel of a pipeline")
         self._data = whole[_DATA:]
-        self._sent, self._taken = Futex(self._mapping, _SENT), Futex(self._mapping, _TAKEN)
+        self._sent, self._taken = Futex(mapping, _SENT), Futex(mapping, _TAKEN)
         self._num_written = words[_WRITTEN // 8 : _WRITTEN // 8 + 1]
         self._num_read = words[_READ // 8 : _READ // 8 + 1]
         self._closed = words[_CLOSED // 8 : _CLOSED // 8 + 1]
@@ -76,13 +78,12 @@ class Ring:
 
         Raises StageLost when there is no memory for it.
         """
-        # With padding before a message that starts anew, an empty ring has room for one only if it could hold two.
-        capacity = message_room(max_message_bytes) * max(2, num_messages)
+        capacity = _capacity(max_message_bytes, num_messages)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # A sparse file would die by SIGBUS at the first write that finds no memory; this fails here and now.
             os.posix_fallocate(fd, 0, _DATA + capacity)
-            os.pwrite(fd, np.array([_MAGIC, capacity], np.uint64).tobytes(), 0)
+            os.pwrite(fd, _head(capacity), 0)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise StageLost(
@@ -91,6 +92,28 @@ class Ring:
             ) from None
         finally:
             os.close(fd)
+
+    @staticmethod
+    def open(path: Path, *, peer_lives: Callable[[], bool]) -> Ring:
+        """Maps a file that `create` has made. Raises StageLost when it is not there or no ring."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise StageLost(f"{path}: the channel of a pipeline cannot be opened: {error.strerror}") from None
+        try:
+            mapping = mmap.mmap(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+        return Ring(mapping, str(path), peer_lives=peer_lives)
+
+    @staticmethod
+    def private(name: str, *, max_message_bytes: int, num_messages: int) -> tuple[Ring, Ring]:
+        """The writer's and the reader's end of one between two threads of this process."""
+        capacity = _capacity(max_message_bytes, num_messages)
+        mapping = mmap.mmap(-1, _DATA + capacity)
+        head = _head(capacity)
+        mapping[: len(head)] = head
+        return Ring(mapping, name, peer_lives=lambda: True), Ring(mapping, name, peer_lives=lambda: True)
 
     @property
     def capacity(self) -> int:
@@ -107,7 +130,7 @@ class Ring:
         """
         room = message_room(num_bytes)
         if 2 * room > self.capacity:
-            raise StageLost(f"{self.path}: a message of {num_bytes} bytes in a channel of {self.capacity}")
+            raise StageLost(f"{self.name}: a message of {num_bytes} bytes in a channel of {self.capacity}")
         at = int(self._num_written[0]) % self.capacity
         padding = self.capacity - at if at + room > self.capacity else 0
 
@@ -165,7 +188,7 @@ class Ring:
 
     def _check_open(self) -> None:
         if self._closed[0]:
-            raise StageLost(f"{self.path}: the other side has closed the channel")
+            raise StageLost(f"{self.name}: the other side has closed the channel")
 
     def _sleep(self, word: Futex, must_wait: Callable[[], bool], deadline_s: float) -> None:
         seen = word.value
@@ -174,7 +197,7 @@ class Ring:
         self._check_open()
         now_s = time.monotonic()
         if now_s >= deadline_s:
-            raise StageLost(f"{self.path}: nothing came from the other side in time")
+            raise StageLost(f"{self.name}: nothing came from the other side in time")
         word.wait(seen, min(CHECK_S, deadline_s - now_s))
         if word.value == seen and must_wait() and not self._peer_lives():
-            raise StageLost(f"{self.path}: the process at the other side is gone")
+            raise StageLost(f"{self.name}: the process at the other side is gone")

@@ -16,91 +16,30 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
 
-import msgspec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import get_current_placement_group
 
 from remora.cache_actors.pool_client import PoolClient
-from remora.cache_actors.pool_handles import get_or_create_pool
 from remora.cache_actors.port import StepGate
-from remora.cache_actors.process_watch import ProcessWatch
 from remora.cache_actors.stage_pools import StagePools
 from remora.deployments.models.loaded_model import LoadedModel
-from remora.deployments.pipeline.base import StageCard, StageLease
-from remora.deployments.pipeline.connect import choose_transport, connect_stages
+from remora.deployments.pipeline.connect import connect_stages
 from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder, PipelineLimits
-from remora.deployments.pipeline.stage_worker import StageWorker
+from remora.deployments.pipeline.stage_handle import StageHandle, StageStatus
 from remora.kernels.stages import StagePart
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import RemoraError, StageLost
-from remora.platform.base.ids import ModelId, ReplicaId
+from remora.platform.base.ids import ReplicaId
 from remora.platform.base.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-#: Ray counts CPUs to place processes; what a stage really uses is bounded by the step lock of its device.
-_PROCESS_CPUS = 0.01
 #: A stage that is silent for so long is lost.
 _DEADLINE_S = 60.0
 #: Starts after a loss that may fail one after the other before the replica gives up, and the pause between them.
 _MAX_ATTEMPTS = 3
 _PAUSE_S = 1.0
-
-StageState = Literal["loading", "ready", "lost"]
-
-
-class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage, for operators."""
-
-    stage: int
-    device: str
-    state: StageState
-    #: 0 while there is none.
-    pid: int
-    first_layer: int
-    num_layers: int
-    #: How often it was started again.
-    num_restarts: int
-
-
-class _Status(NamedTuple):
-    state: StageState
-    pid: int
-
-
-class _Stage:
-    """One worker with its lease."""
-
-    def __init__(self, stage: int, device: str, actor: Any) -> None:
-        self.stage = stage
-        self.device = device
-        self.actor = actor
-        self.card: StageCard | None = None
-        self.lease: PoolClient | None = None
-        self.state: StageState = "loading"
-
-    @property
-    def pid(self) -> int:
-        """0 until it is known."""
-        return self.card.process.pid if self.card is not None else 0
-
-    async def end(self) -> None:
-        """Kills the process, waits until it is gone, gives its lease back."""
-        self.state = "lost"
-        ray.kill(self.actor)
-        if self.card is not None:
-            try:
-                watch = ProcessWatch(self.card.process)
-            except ProcessLookupError:
-                pass
-            else:
-                with watch:
-                    await watch.kill_and_wait()
-        if self.lease is not None:
-            await self.lease.detach()
 
 
 class StageGroup:
@@ -142,7 +81,10 @@ class StageGroup:
             max_in_flight=len(split),
             deadline_s=_DEADLINE_S,
         )
-        self._stages: list[_Stage] = []
+        group = get_current_placement_group()
+        assert group is not None, "a pipeline's replica has a bundle for each stage"
+        self._placement = group
+        self._stages: list[StageHandle] = []
         self._restarting: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._num_restarts = 0
@@ -154,14 +96,15 @@ class StageGroup:
 
     async def start(self) -> None:
         """Raises ModelError, ArenaError, PoolError, ConfigError or StageLost; nothing is left then."""
-        devices = {device.name: device for device in self._config.devices}
-        kinds = [devices[name].kind for name in self._model_config.stage_devices]
-        choose_transport([self._node_id] * len(kinds), kinds)
         await self._make_stages()
         leases = [stage.lease for stage in self._stages if stage.lease is not None]
         geometries = [self._model.geometry, *(stage.card.geometry for stage in self._stages if stage.card is not None)]
         self.pools = StagePools([self._lease, *leases], geometries)
-        self.decoder = await self._connect()
+        try:
+            self.decoder = await self._connect()
+        except BaseException:
+            await self._end_stages()
+            raise
 
     def stage_lost(self, reason: str) -> None:
         """From any thread: a stage is gone, so that all start again. Harmless when they are at it."""
@@ -169,21 +112,23 @@ class StageGroup:
 
     def describe(self) -> tuple[StageStatus, ...]:
         """Every stage, the first included."""
-        first = _Status("ready", os.getpid())
-        known = {stage.stage: _Status(stage.state, stage.pid) for stage in self._stages}
-        return tuple(
-            StageStatus(
-                stage=stage,
-                device=device,
-                state=here.state,
-                pid=here.pid,
-                first_layer=sum(self._split[:stage]),
-                num_layers=self._split[stage],
-                num_restarts=self._num_restarts if stage else 0,
+        known = {stage.stage: stage for stage in self._stages}
+        found = []
+        for stage, device in enumerate(self._model_config.stage_devices):
+            handle = known.get(stage)
+            found.append(
+                StageStatus(
+                    stage=stage,
+                    device=device,
+                    node=self._node_id if stage == 0 else handle.node_id if handle else "",
+                    state="ready" if stage == 0 else handle.state if handle else "lost",
+                    pid=os.getpid() if stage == 0 else handle.pid if handle else 0,
+                    first_layer=sum(self._split[:stage]),
+                    num_layers=self._split[stage],
+                    num_restarts=self._num_restarts if stage else 0,
+                )
             )
-            for stage, device in enumerate(self._model_config.stage_devices)
-            for here in [first if stage == 0 else known.get(stage, _Status("lost", 0))]
-        )
+        return tuple(found)
 
     async def stop(self) -> None:
         """Ends all workers; the engine must have stopped."""
@@ -198,55 +143,30 @@ class StageGroup:
 
     async def _make_stages(self) -> None:
         """Workers that are loaded and have their memory."""
-        self._stages = [self._make_worker(stage) for stage in range(1, len(self._split))]
+        self._stages = [
+            StageHandle(
+                self._config,
+                self._model_config,
+                StagePart(split=self._split, stage=stage),
+                replica_id=self._replica_id,
+                own_node_id=self._node_id,
+                on_lost=self._stage_ended,
+            )
+            for stage in range(1, len(self._split))
+        ]
         try:
-            await asyncio.gather(*(self._prepare(stage) for stage in self._stages))
+            async with asyncio.TaskGroup() as starting:
+                for stage in self._stages:
+                    starting.create_task(stage.start(self._placement))
         except BaseException as error:
             await self._end_stages()
-            cause = getattr(error, "cause", None)
+            first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+            cause = getattr(first, "cause", first)
             if isinstance(cause, RemoraError):
                 raise cause from None
-            if isinstance(error, ray.exceptions.RayError):
-                raise StageLost(f"a stage of {self._model.name!r} did not start: {error}") from None
+            if isinstance(first, ray.exceptions.RayError):
+                raise StageLost(f"a stage of {self._model.name!r} did not start: {first}") from None
             raise
-
-    def _make_worker(self, stage: int) -> _Stage:
-        device = self._model_config.stage_devices[stage]
-        actor = (
-            ray.remote(StageWorker)
-            .options(
-                num_cpus=_PROCESS_CPUS,
-                max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
-            )
-            .remote(self._config, self._model.name, StagePart(split=self._split, stage=stage), device)
-        )
-        return _Stage(stage, device, actor)
-
-    async def _prepare(self, stage: _Stage) -> None:
-        card = stage.card = await stage.actor.load.remote()
-        lease = stage.lease = await PoolClient.attach(
-            get_or_create_pool(self._config, stage.device, self._node_id),
-            replica_id=ReplicaId(f"{self._replica_id}/stage-{stage.stage}"),
-            model_id=ModelId(self._model.name),
-            geometry=card.geometry,
-            fingerprint=card.fingerprint,
-            # The process that writes: only when it is gone are its blocks anybody's.
-            process=card.process,
-            reserved_bytes=card.weights_bytes,
-            on_lost=partial(self._lease_lost, stage),
-        )
-        assert lease.attached is not None, "an attached lease says how"
-        await stage.actor.attach.remote(
-            StageLease(
-                arena_path=lease.binding.arena_path,
-                step_lock_path=lease.binding.step_lock_path,
-                lease_slot=lease.attached.lease_slot,
-                generation=lease.attached.generation,
-                incarnation=lease.attached.incarnation,
-                weight=self._config.step_weight_of(self._model_config),
-            )
-        )
 
     async def _connect(self) -> PipelineDecoder:
         decoder = await asyncio.to_thread(
@@ -260,13 +180,12 @@ class StageGroup:
             cluster_name=self._config.cluster.name,
         )
         for stage in self._stages:
-            stage.state = "ready"
+            stage.connected()
         return decoder
 
-    def _lease_lost(self, stage: _Stage, reason: str) -> None:
-        if stage in self._stages and stage.state != "lost":
-            stage.state = "lost"
-            self._begin_restart(f"stage {stage.stage} on {stage.device}: {reason}")
+    def _stage_ended(self, stage: StageHandle, reason: str) -> None:
+        if stage in self._stages:
+            self._begin_restart(f"stage {stage.stage} on {self._model_config.stage_devices[stage.stage]}: {reason}")
 
     def _begin_restart(self, reason: str) -> None:
         if not self._is_stopping and (self._restarting is None or self._restarting.done()):
@@ -295,6 +214,9 @@ class StageGroup:
             assert stage.lease is not None, "a prepared stage has a lease"
             self.pools.restore(stage.stage, stage.lease)
         logger.info("the stages of %s are back", self._model.name)
+        for stage in self._stages:
+            if stage.state == "lost":  # meanwhile; when this has ended they start once more
+                self._loop.call_soon(self._stage_ended, stage, "it was lost while the others started")
 
     async def _end_stages(self) -> None:
         stages, self._stages = self._stages, []

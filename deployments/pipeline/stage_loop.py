@@ -18,7 +18,7 @@ from remora.deployments.pipeline.base import StageStats
 from remora.deployments.pipeline.channel import HopReceiver, HopSender
 from remora.deployments.pipeline.message import Kind, Message, MicroTime
 from remora.deployments.pipeline.stage_counters import StageCounters
-from remora.kernels.base import KVMemory, StageDecoder
+from remora.kernels.base import KVMemory, StageDecoder, check_decoder_health
 from remora.kernels.batch import StepBatch
 from remora.kernels.stages import StagePart
 from remora.platform.base.errors import KernelError, RemoraError, StageLost
@@ -59,7 +59,8 @@ class StageLoop:
     def run(self) -> str:
         """Works until the channel is closed or a neighbour is gone; returns which, as a sentence.
 
-        Raises StageLost when the lease on the memory is lost: the process must end.
+        Raises StageLost when the lease on the memory is lost, KernelError when the decoder can compute nothing more:
+        the process must end.
         """
         try:
             while True:
@@ -106,6 +107,7 @@ class StageLoop:
             try:
                 values = self._decoder.forward_stage(batch, self._memory, message.values)
             except Exception as error:  # a back-end's own errors as well as KernelError
+                check_decoder_health(self._decoder)
                 _log.warning("stage %d cannot compute a micro-batch: %s", self._part.stage, error, exc_info=True)
                 name = type(error if isinstance(error, RemoraError) else KernelError()).__name__
                 message.fault = f"{name}: stage {self._part.stage}: {error}"

@@ -1,9 +1,9 @@
 """Pipelines of two stages, one core each, against the same model unsplit on both cores.
 
-    python tests/bench/bench_pipeline.py [--shape 1b] [--weights bf16] [--only hops,prefill,decode,shared]
+    python tests/bench/bench_pipeline.py [--shape 1b] [--weights bf16] [--only prefill,decode,shared]
 
 Random weights of a Llama shape; nothing is downloaded. Stages are processes that are pinned to a core each and have
-their own arena. Prints a table: per-hop cost, prefill, decoding at batch 16 against its ceiling, two models on one
+their own arena. Prints a table: prefill, decoding at batch 16 against its ceiling, two models on one
 group. Needs two free cores, and memory for the weights twice ("shared": for both models).
 
 The ceiling of decoding: the two stages are never idle, and every micro-batch (half of the sequences) reads all weights
@@ -14,7 +14,6 @@ and nothing passed between them.
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import os
 import statistics
@@ -24,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from bench_native import SHAPES, Memory, make_shape
@@ -43,42 +42,49 @@ from random_stage import (
 from remora.cache_actors.port import OpenGate, StepGate
 from remora.cache_actors.process_watch import process_identity
 from remora.cache_actors.step_lock import StepLock
-from remora.deployments.pipeline.base import SameTables, StepResult, Ticket
-from remora.deployments.pipeline.message import Message, MicroTime
+from remora.deployments.pipeline.base import SameTables, StepResult, Ticket, TransportKind
+from remora.deployments.pipeline.hops import HopPlace, open_receiver, open_sender, result_room_bytes
 from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder
-from remora.deployments.pipeline.ring import Ring
-from remora.deployments.pipeline.rings import create_rings, open_ring, remove_rings, result_room_bytes
 from remora.deployments.pipeline.split import LayerCosts, balanced_split, measure_costs
 from remora.deployments.pipeline.stage_loop import StageLoop
 from remora.kernels.base import DecoderShape
 from remora.kernels.batch import StepBatch
 
+PLACE = HopPlace(Path("/dev/shm"), "remora-bench-", "127.0.0.1")
 
-def gate_of(lock: Path | None) -> StepGate:
-    return OpenGate() if lock is None else StepLock(lock)
+
+def gate_of(lock: Path | None, weight: float = 1.0) -> StepGate:
+    return OpenGate() if lock is None else StepLock(lock, weight=weight)
 
 
 def stage_process(
-    pipe: Connection, shape: DecoderShape, split: tuple[int, ...], core: int, lock: Path | None, micro_tokens: int
+    pipe: Connection,
+    shape: DecoderShape,
+    split: tuple[int, ...],
+    core: int,
+    lock: Path | None,
+    micro_tokens: int,
+    weight: float,
 ) -> None:
     """The second stage's process: serves one connection after the other, and times itself between them."""
     os.sched_setaffinity(0, {core})
-    stage, limits, gate = Stage.make(shape, split, 1, 1), make_limits(shape, micro_tokens), gate_of(lock)
+    stage, limits, gate = Stage.make(shape, split, 1, 1), make_limits(shape, micro_tokens), gate_of(lock, weight)
     pipe.send(process_identity())
     while (order := pipe.recv())[0] != "end":
         if order[0] == "serve":
-            _, paths, peer = order
+            _, kind, back, peer = order
+            receiver, address = open_receiver(kind, limits, from_stage=0, peer=peer, place=PLACE)
+            pipe.send(address)
             loop = StageLoop(
                 decoder=stage.decoder,
                 part=stage.part,
                 memory=stage.memory,
                 gate=gate,
-                receiver=open_ring(paths[0], peer),
-                sender=open_ring(paths[1], peer),
+                receiver=receiver,
+                sender=open_sender(back),
                 batch=limits.make_batch(),
                 may_write=lambda: True,
             )
-            pipe.send("open")
             loop.run()
             pipe.send(loop.stats())
         elif order[0] == "time":
@@ -87,11 +93,15 @@ def stage_process(
 
 @contextmanager
 def second_stage(
-    shape: DecoderShape, split: tuple[int, ...], lock: Path | None = None, micro_tokens: int = 64
+    shape: DecoderShape,
+    split: tuple[int, ...],
+    lock: Path | None = None,
+    micro_tokens: int = 64,
+    weight: float = 1.0,
 ) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=stage_process, args=(theirs, shape, split, CORES[1], lock, micro_tokens))
+    process = context.Process(target=stage_process, args=(theirs, shape, split, CORES[1], lock, micro_tokens, weight))
     process.start()
     try:
         yield ours
@@ -102,22 +112,25 @@ def second_stage(
 
 @contextmanager
 def connected(
-    stage: Stage, pipe: Connection, peer: Any, shape: DecoderShape, lock: Path | None = None, micro_tokens: int = 64
+    stage: Stage,
+    pipe: Connection,
+    peer: Any,
+    shape: DecoderShape,
+    lock: Path | None = None,
+    micro_tokens: int = 64,
+    transport: TransportKind = "shared_memory",
+    weight: float = 1.0,
 ) -> Iterator[PipelineDecoder]:
     """Stage 0 here, stage 1 behind the pipe."""
     limits = make_limits(shape, micro_tokens)
-    paths = create_rings(Path("/dev/shm"), "remora-bench-", limits)
-    try:
-        pipe.send(("serve", paths, process_identity()))
-        sender, receiver = open_ring(paths[0], peer), open_ring(paths[1], peer)
-        assert pipe.recv() == "open"
-    finally:
-        remove_rings(paths)
+    receiver, back = open_receiver(transport, limits, from_stage=1, peer=peer, place=PLACE)
+    pipe.send(("serve", transport, back, process_identity()))
+    sender = open_sender(pipe.recv())
     decoder = PipelineDecoder(
         stage.decoder,
         stage.memory.geometry,
         limits=limits,
-        gate=gate_of(lock),
+        gate=gate_of(lock, weight),
         tables=SameTables(),
         sender=sender,
         receiver=receiver,
@@ -154,11 +167,13 @@ def prompt_batches() -> list[StepBatch]:
     return batches
 
 
-def run_steps(decoder: PipelineDecoder, memory: Memory, batches: Iterator[StepBatch]) -> Iterator[StepResult]:
-    """Two steps in flight, as an engine keeps them."""
+def run_steps(
+    decoder: PipelineDecoder, memory: Memory, batches: Iterator[StepBatch], num_in_flight: int = 2
+) -> Iterator[StepResult]:
+    """So many steps in flight; an engine keeps two."""
     tickets: list[Ticket] = []
     for batch in batches:
-        if len(tickets) == decoder.max_in_flight:
+        if len(tickets) == num_in_flight:
             yield decoder.collect(tickets.pop(0))
         tickets.append(decoder.submit(batch, memory))
     for ticket in tickets:
@@ -191,63 +206,7 @@ def time_stage(stage: Stage, shape: DecoderShape, num_rows: int, num_steps: int)
 # ---- measurements
 
 
-def bench_hops() -> None:
-    """Seconds from one process to the other and back, halved, with the message written and read each time."""
-    context = multiprocessing.get_context("spawn")
-    print("hop through shared memory, one way, median of 300 (hidden states written and copied out):")
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="remora-bench-") as folder:
-        for hidden_size in (576, 2048):
-            for num_tokens in (16, 512):
-                there, back = (
-                    Path(folder, f"there-{hidden_size}-{num_tokens}"),
-                    Path(folder, f"back-{hidden_size}-{num_tokens}"),
-                )
-                for path in (there, back):
-                    Ring.create(path, max_message_bytes=num_tokens * hidden_size * 4 + 65536, num_messages=2)
-                ours, theirs = context.Pipe()
-                echo = context.Process(target=echo_process, args=(theirs, there, back, process_identity(), CORES[1]))
-                echo.start()
-                peer = ours.recv()
-                out, home = open_ring(there, peer), open_ring(back, peer)
-                message = Message(
-                    num_tokens=num_tokens,
-                    times_K7=np.array([MicroTime()]),
-                    values=np.ones((num_tokens, hidden_size), np.float32),
-                )
-                times_s = []
-                for _ in range(300):
-                    started_s = time.perf_counter()
-                    pass_on(out, message)
-                    Message.read(home.peek(time.monotonic() + 10)).values.copy()
-                    home.release()
-                    times_s.append((time.perf_counter() - started_s) / 2)
-                out.close()
-                echo.join()
-                print(f"  {num_tokens:4d} tokens of {hidden_size:4d}: {median_s(times_s) * 1e6:8.1f} µs")
-
-
-def pass_on(ring: Ring, message: Message) -> None:
-    message.write_into(ring.reserve(message.num_bytes(), time.monotonic() + 10))
-    ring.commit()
-
-
-def echo_process(pipe: Connection, there: Path, back: Path, peer: Any, core: int) -> None:
-    from remora.platform.base.errors import StageLost
-
-    os.sched_setaffinity(0, {core})
-    incoming, outgoing = open_ring(there, peer), open_ring(back, peer)
-    pipe.send(process_identity())
-    while True:
-        try:
-            message = Message.read(incoming.peek(math.inf))
-        except StageLost:
-            return
-        message.values = message.values.copy()
-        pass_on(outgoing, message)
-        incoming.release()
-
-
-def bench_alone(shape: DecoderShape, only: set[str], repeats: int, micro_tokens: int) -> None:
+def bench_alone(shape: DecoderShape, only: set[str], repeats: int, micro_tokens: int, transport: TransportKind) -> None:
     """Prefill and decoding of one model, unsplit on both cores and in two stages."""
     os.sched_setaffinity(0, set(CORES))
     unsplit: dict[str, list[float]] = {"prefill": [], "decode": []}
@@ -265,7 +224,7 @@ def bench_alone(shape: DecoderShape, only: set[str], repeats: int, micro_tokens:
         stage, peer = Stage.make(shape, split, 0, 1), pipe.recv()
         if "prefill" in only:
             times_s, bubbles = [], []
-            with connected(stage, pipe, peer, shape, micro_tokens=micro_tokens) as decoder:
+            with connected(stage, pipe, peer, shape, micro_tokens=micro_tokens, transport=transport) as decoder:
                 for _ in range(repeats):
                     started_s = time.perf_counter()
                     results = list(run_steps(decoder, stage.memory, iter(prompt_batches())))
@@ -284,7 +243,7 @@ def bench_alone(shape: DecoderShape, only: set[str], repeats: int, micro_tokens:
                 ceilings_s.append(2 * max(first_s, pipe.recv()))
             ceiling_s = median_s(ceilings_s)
             times_s, num_steps = [], 24
-            with connected(stage, pipe, peer, shape) as decoder:
+            with connected(stage, pipe, peer, shape, transport=transport) as decoder:
                 for _ in range(repeats):
                     started_s = time.perf_counter()
                     results = list(run_steps(decoder, stage.memory, lanes(num_steps)))
@@ -319,49 +278,73 @@ def find_split(shape: DecoderShape) -> tuple[int, ...]:
     return split
 
 
-def model_process(pipe: Connection, shape: DecoderShape, split: tuple[int, ...], locks: list[Path]) -> None:
+class Work(NamedTuple):
+    num_tokens: int
+    #: On the first device and on the second.
+    compute_s: tuple[float, float]
+
+
+def model_process(
+    pipe: Connection, shape: DecoderShape, split: tuple[int, ...], locks: list[Path], weight: float
+) -> None:
     """One of several models on the group: its stage 0, with a process for its stage 1."""
     os.sched_setaffinity(0, {CORES[0]})
-    with second_stage(shape, split, locks[1]) as second:
+    with second_stage(shape, split, locks[1], weight=weight) as second:
         stage, peer = Stage.make(shape, split, 0, 1), second.recv()
-        with connected(stage, second, peer, shape, locks[0]) as decoder:
+        with connected(stage, second, peer, shape, locks[0], weight=weight) as decoder:
             pipe.send("ready")
             while (order := pipe.recv()) != "end":
-                _, until_s = order
-                num_tokens = 0
-                while time.time() < until_s:
-                    # One sequence group, as an engine without lanes has: alone it leaves every other stage idle.
-                    decoder.forward(decode_batch(range(BATCH), CONTEXT), stage.memory)
-                    num_tokens += BATCH
-                pipe.send(num_tokens)
+                until_s, num_lanes = order
+                results = list(run_steps(decoder, stage.memory, decode_until(until_s, num_lanes), num_lanes))
+                times = [sum(result.times[stage].compute_s for result in results) for stage in range(2)]
+                pipe.send(Work(len(results) * BATCH // num_lanes, (times[0], times[1])))
 
 
-def bench_shared(shape: DecoderShape, seconds: float) -> None:
-    """Two models of two stages each: alone, one after the other, and both at once."""
+def decode_until(until_s: float, num_lanes: int) -> Iterator[StepBatch]:
+    """With one lane, a model alone leaves every other stage idle."""
+    rows = BATCH // num_lanes
+    while time.time() < until_s:
+        for lane in range(num_lanes):
+            yield decode_batch(range(lane * rows, (lane + 1) * rows), CONTEXT)
+
+
+def bench_shared(shape: DecoderShape, seconds: float, weights: list[float]) -> None:
+    """Two models of two stages each: alone, one after the other, and both at once; and what their weights do."""
     split = find_split(shape)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="remora-bench-") as folder:
         locks = [Path(folder, f"lock-{core}") for core in range(2)]
         pipes, processes = [], []
-        for _ in range(2):
+        for weight in weights:
             ours, theirs = context.Pipe()
-            process = context.Process(target=model_process, args=(theirs, shape, split, locks))
+            process = context.Process(target=model_process, args=(theirs, shape, split, locks, weight))
             process.start()
             assert ours.recv() == "ready"
             pipes.append(ours)
             processes.append(process)
 
-        def rate(which: list[int]) -> float:
+        def work(which: list[int], num_lanes: int) -> list[Work]:
             until_s = time.time() + seconds
             for index in which:
-                pipes[index].send(("decode", until_s))
-            return sum(pipes[index].recv() for index in which) / seconds
+                pipes[index].send((until_s, num_lanes))
+            return [pipes[index].recv() for index in which]
+
+        def rate(which: list[int]) -> float:
+            return sum(each.num_tokens for each in work(which, 1)) / seconds
 
         alone, both = [rate([0]), rate([1])], rate([0, 1])
         print(f"two models of two stages {split} on one group, batch {BATCH} each, one step in flight each:")
         print(f"  each alone            {alone[0]:7.1f} and {alone[1]:.1f} tokens/s")
         print(f"  taking turns          {sum(alone) / 2:7.1f} tokens/s of both together (half of the time each)")
         print(f"  interleaved           {both:7.1f} tokens/s of both together, {2 * both / sum(alone):.2f} x")
+        for num_lanes in (1, 2):
+            first, second = work([0, 1], num_lanes)
+            shares = [ours / (ours + theirs) for ours, theirs in zip(first.compute_s, second.compute_s, strict=True)]
+            wanted = weights[0] / sum(weights)
+            print(
+                f"  {num_lanes} in flight each: the first has {shares[0]:.3f} and {shares[1]:.3f} of the devices' time"
+            )
+            print(f"      by weights of {weights} it would have {wanted:.3f}")
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.send("end")
             process.join()
@@ -376,20 +359,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES], default="1b")
     parser.add_argument("--weights", choices=["fp32", "bf16", "int8", "int4"], default="bf16")
-    parser.add_argument("--only", default="hops,prefill,decode,shared")
+    parser.add_argument("--only", default="prefill,decode,shared")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--micro-tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--model-weights", default="1,1", help="at the step locks, of the two that share a group")
+    parser.add_argument("--transport", choices=["shared_memory", "tcp"], default="shared_memory", help="of alone")
     options = parser.parse_args()
     only, shape = set(options.only.split(",")), make_shape(options.shape, options.weights)
     print(f"{options.shape}, {options.weights} weights, cores {CORES}, load {os.getloadavg()[0]:.1f}")
-    if "hops" in only:
-        os.sched_setaffinity(0, {CORES[0]})
-        bench_hops()
     if only & {"prefill", "decode"}:
-        bench_alone(shape, only, options.repeats, options.micro_tokens)
+        bench_alone(shape, only, options.repeats, options.micro_tokens, options.transport)
     if "shared" in only:
-        bench_shared(shape, options.seconds)
+        bench_shared(shape, options.seconds, [float(weight) for weight in options.model_weights.split(",")])
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def split(platform: Any, tmp_path: Path) -> Iterator[httpx.Client]:
         end_actors(CLUSTER)
 
 
-def _complete(client: httpx.Client, prompt: str, max_tokens: int = 120) -> dict[str, Any]:
-    body = {"model": "smollm2", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+def complete(client: httpx.Client, prompt: str, max_tokens: int = 120, *, model: str = "smollm2") -> dict[str, Any]:
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     return dict(response.json())
@@ -72,9 +72,9 @@ def _stages(client: httpx.Client) -> list[dict[str, Any]]:
 
 
 def test_a_split_model_says_the_same_also_while_a_stage_is_killed(platform: Any, split: httpx.Client) -> None:
-    expected = [_complete(platform.http, prompt)["choices"][0]["text"] for prompt in PROMPTS]
-    assert [_complete(split, prompt)["choices"][0]["text"] for prompt in PROMPTS] == expected
-    again = _complete(split, PROMPTS[0])
+    expected = [complete(platform.http, prompt)["choices"][0]["text"] for prompt in PROMPTS]
+    assert [complete(split, prompt)["choices"][0]["text"] for prompt in PROMPTS] == expected
+    again = complete(split, PROMPTS[0])
     assert again["choices"][0]["text"] == expected[0]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32, "both stages have the prompt"
 
@@ -82,7 +82,7 @@ def test_a_split_model_says_the_same_also_while_a_stage_is_killed(platform: Any,
     assert [(each["state"], each["device"]) for each in before] == [("ready", "half0"), ("ready", "half1")]
     texts: dict[int, str] = {}
     threads = [
-        threading.Thread(target=lambda i=i: texts.update({i: _complete(split, PROMPTS[i], 120)["choices"][0]["text"]}))
+        threading.Thread(target=lambda i=i: texts.update({i: complete(split, PROMPTS[i], 120)["choices"][0]["text"]}))
         for i in range(len(PROMPTS))
     ]
     for thread in threads:

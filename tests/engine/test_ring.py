@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remora.cache_actors.process_watch import process_identity
+from remora.deployments.pipeline.hops import open_ring
 from remora.deployments.pipeline.message import Kind, Message, MicroTime, forward_bytes, result_bytes
 from remora.deployments.pipeline.ring import Ring
-from remora.deployments.pipeline.rings import open_ring
 from remora.platform.base.errors import StageLost
 
 MAX_BYTES = 500

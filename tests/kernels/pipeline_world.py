@@ -13,17 +13,25 @@ from decoder_world import Int32, Memory, make_geometry, make_weights
 
 from remora.cache_actors.port import OpenGate
 from remora.cache_actors.process_watch import process_identity
-from remora.deployments.pipeline.base import StageTables
+from remora.deployments.pipeline.base import StageTables, TransportKind
+from remora.deployments.pipeline.hops import HopPlace, open_receiver, open_sender, result_room_bytes
 from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder, PipelineLimits
-from remora.deployments.pipeline.rings import create_rings, open_ring, result_room_bytes
 from remora.deployments.pipeline.stage_loop import StageLoop
-from remora.kernels.base import DecoderShape, KVMemory, Weights
+from remora.kernels.base import DecoderShape, KVMemory, StageDecoder, Weights
 from remora.kernels.native.decoder import NativeDecoder
 from remora.kernels.stages import StagePart, StageWeights
 from remora.namespaces.geometry import KVGeometry
-from remora.platform.base.errors import StageLost
+from remora.platform.base.errors import KernelError, StageLost
 
 NUM_BLOCKS = 24
+
+
+#: Of a stage.
+Maker = Callable[[DecoderShape, Weights, KVGeometry], StageDecoder]
+
+
+def make_native(shape: DecoderShape, weights: Weights, geometry: KVGeometry) -> StageDecoder:
+    return NativeDecoder(shape, weights, geometry, 1)
 
 
 class ShiftedTables:
@@ -42,10 +50,12 @@ class PipelineWorld:
         split: tuple[int, ...],
         directory: Path,
         *,
+        transport: TransportKind = "shared_memory",
         tables: StageTables | None = None,
         may_write: Callable[[], bool] = lambda: True,
         weights: Weights | None = None,
         memories: Sequence[KVMemory] | None = None,
+        makers: Sequence[Maker] | None = None,
         **limits: float,
     ) -> None:
         geometry, weights = make_geometry(shape, "bf16"), weights or make_weights(shape)
@@ -60,33 +70,37 @@ class PipelineWorld:
         )
         self.memories = memories or [Memory(part.geometry_of(geometry), NUM_BLOCKS) for part in parts]
         decoders = [
-            NativeDecoder(part.shape_of(shape), StageWeights(weights, part), memory.geometry, 1)
-            for part, memory in zip(parts, self.memories, strict=True)
+            make(part.shape_of(shape), StageWeights(weights, part), memory.geometry)
+            for make, part, memory in zip(makers or [make_native] * len(parts), parts, self.memories, strict=True)
         ]
-        paths, me = create_rings(directory, "test-", self.limits), process_identity()
+        me, place = process_identity(), HopPlace(directory, "test-", "127.0.0.1")
+        ends = [
+            open_receiver(transport, self.limits, from_stage=stage, peer=me, place=place) for stage in range(len(split))
+        ]
+        receivers = [receiver for receiver, _ in ends]
+        senders = [open_sender(address) for _, address in ends]
         self.loops = [
             StageLoop(
                 decoder=decoders[stage],
                 part=parts[stage],
                 memory=self.memories[stage],
                 gate=OpenGate(),
-                receiver=open_ring(paths[stage - 1], me),
-                sender=open_ring(paths[stage], me),
+                receiver=receivers[stage - 1],
+                sender=senders[stage],
                 batch=self.limits.make_batch(),
                 may_write=may_write,
             )
             for stage in range(1, len(split))
         ]
-        back = open_ring(paths[-1], me)
         self.decoder = PipelineDecoder(
             decoders[0],
             self.memories[0].geometry,
             limits=self.limits,
             gate=OpenGate(),
             tables=tables or ShiftedTables(),
-            sender=open_ring(paths[0], me),
-            receiver=back,
-            result_room_bytes=result_room_bytes(back, self.limits),
+            sender=senders[0],
+            receiver=receivers[-1],
+            result_room_bytes=result_room_bytes(receivers[-1], self.limits),
         )
         self.ends: list[str] = []
         self._threads = [threading.Thread(target=self._run, args=(loop,)) for loop in self.loops]
@@ -96,7 +110,7 @@ class PipelineWorld:
     def _run(self, loop: StageLoop) -> None:
         try:
             self.ends.append(loop.run())
-        except StageLost as lost:
+        except (StageLost, KernelError) as lost:
             self.ends.append(str(lost))
 
     def close(self) -> None:

@@ -6,14 +6,22 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from decoder_world import LLAMA, Float32, Int32, Memory, make_geometry, make_weights, random_tokens
-from pipeline_world import NUM_BLOCKS, pipeline
+from pipeline_world import NUM_BLOCKS, make_native, pipeline
 
-from remora.deployments.pipeline.base import StepResult
-from remora.kernels.base import KVMemory, WeightPrecision, check_decoder_health
+from remora.deployments.pipeline.base import StepResult, TransportKind
+from remora.kernels.base import (
+    DecoderShape,
+    KVMemory,
+    StageDecoder,
+    WeightPrecision,
+    Weights,
+    check_decoder_health,
+)
 from remora.kernels.batch import StepBatch
 from remora.kernels.mover import mover_of
 from remora.kernels.native.decoder import NativeDecoder
@@ -23,6 +31,7 @@ from remora.platform.base.errors import KernelError, StageLost
 
 SHAPE = replace(LLAMA, num_layers=3)
 TOKENS = random_tokens(SHAPE, 120)
+SPLITS = [(1, 2), (1, 1, 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +65,18 @@ def whole_logits(weights: WeightPrecision) -> list[Float32]:
     return [decoder.forward(batch, memory).copy() for batch in steps_of_three()]
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("split", [(1, 2), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("weights", "split", "transport"),
+    [
+        *[(weights, split, "shared_memory") for weights in ("fp32", "bf16", "int8", "int4") for split in SPLITS],
+        *[("fp32", split, "tcp") for split in SPLITS],
+    ],
+)
 def test_logits_have_the_bits_of_the_whole_model_with_two_steps_in_flight(
-    weights: WeightPrecision, split: tuple[int, ...]
+    weights: WeightPrecision, split: tuple[int, ...], transport: TransportKind
 ) -> None:
     expected = whole_logits(weights)
-    with pipeline(replace(SHAPE, weights=weights), split, num_decode_groups=2) as world:
+    with pipeline(replace(SHAPE, weights=weights), split, num_decode_groups=2, transport=transport) as world:
         decoder, memory = world.decoder, world.memories[0]
         batch, (first, second, third) = make_batch(), steps_of_three()
         tickets = [decoder.submit(first, memory), decoder.submit(second, memory)]
@@ -142,8 +156,9 @@ def test_steps_that_were_given_up_come_to_nothing_and_the_pipeline_can_be_emptie
         assert world.loops[1].stats().num_micro_batches == decoder.stage_stats().num_micro_batches
 
 
-def test_a_stage_that_ends_or_is_silent_is_noticed_by_every_call() -> None:
-    with pipeline(SHAPE, (1, 2)) as world:
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+def test_a_stage_that_ends_or_is_silent_is_noticed_by_every_call(transport: TransportKind) -> None:
+    with pipeline(SHAPE, (1, 2), transport=transport) as world:
         ticket = world.decoder.submit(steps_of_three()[2], world.memories[0])
         world.decoder.collect(ticket)
         world.loops[0].stop()
@@ -151,7 +166,7 @@ def test_a_stage_that_ends_or_is_silent_is_noticed_by_every_call() -> None:
             world.decoder.collect(world.decoder.submit(steps_of_three()[2], world.memories[0]))
         with pytest.raises(StageLost):
             world.decoder.submit(steps_of_three()[0], world.memories[0])
-    with pipeline(SHAPE, (1, 2), deadline_s=0.2) as world:
+    with pipeline(SHAPE, (1, 2), deadline_s=0.2, transport=transport) as world:
         world.loops[0]._gate = Stuck()  # type: ignore[assignment]
         with pytest.raises(StageLost, match="in time"):
             world.decoder.forward(steps_of_three()[2], world.memories[0])
@@ -197,3 +212,21 @@ def test_what_moves_blocks_and_says_that_nothing_works_any_more_is_stage_0(monke
         assert mover_of(world.decoder, memory, None) == (memory, None)
         with pytest.raises(KernelError, match="lost"):
             check_decoder_health(world.decoder)
+
+
+def test_a_stage_whose_decoder_can_compute_nothing_more_ends() -> None:
+    class Broken:
+        name = "broken"
+
+        def forward_stage(self, *step: object) -> Float32:
+            raise RuntimeError("an illegal memory access")
+
+        def check_health(self) -> None:
+            raise KernelError("the device is lost to this process")
+
+    def make_broken(shape: DecoderShape, weights: Weights, geometry: KVGeometry) -> StageDecoder:
+        return cast("StageDecoder", Broken())
+
+    with pipeline(SHAPE, (1, 2), makers=[make_native, make_broken]) as world, pytest.raises(StageLost, match="closed"):
+        world.decoder.forward(steps_of_three()[2], world.memories[0])
+    assert world.ends == ["the device is lost to this process"]

@@ -21,7 +21,8 @@ from remora.cache_actors.process_watch import boot_id
 from remora.deployments.models.load import load_model
 from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.pipeline.base import SameTables, StageCard, StageLease
-from remora.deployments.pipeline.connect import choose_transport, connect_stages
+from remora.deployments.pipeline.connect import connect_stages
+from remora.deployments.pipeline.hops import choose_transports
 from remora.deployments.pipeline.pipeline_decoder import PipelineDecoder, PipelineLimits
 from remora.deployments.pipeline.stage_worker import StageWorker
 from remora.kernels.batch import StepBatch
@@ -98,7 +99,7 @@ def lease(tmp_path: Path) -> Iterator[tuple[Arena, StageLease]]:
 
 def start_worker(config: RemoraConfig, lease: StageLease) -> tuple[Any, StageCard]:
     part = StagePart(split=SPLIT, stage=1)
-    worker = ray.remote(StageWorker).options(num_cpus=0).remote(config, "m", part, "b")
+    worker = ray.remote(StageWorker).options(num_cpus=0, max_concurrency=2).remote(config, "m", part, "b")
     card = ray.get(worker.load.remote(), timeout=60)
     ray.get(worker.attach.remote(lease), timeout=30)
     return worker, card
@@ -141,6 +142,7 @@ def test_a_worker_that_is_killed_is_noticed_and_the_next_one_finds_its_kv(
     assert decoder.forward(step(0, 33), own).tobytes() == expected[0].tobytes()
     assert list(SHARED_MEMORY_DIR.glob(f"{shared_memory_prefix(CLUSTER)}stages-*")) == []
     assert decoder.forward(step(33, 34), own).tobytes() == expected[1].tobytes()
+    ended = worker.ended.remote()
     stats = ray.get(worker.stats.remote(), timeout=30)
     assert (stats.stage, stats.num_tokens, stats.num_micro_batches) == (1, 34, 4)
 
@@ -149,6 +151,8 @@ def test_a_worker_that_is_killed_is_noticed_and_the_next_one_finds_its_kv(
     with pytest.raises(StageLost):
         decoder.forward(step(34, 35), own)
     assert time.monotonic() - started_s < limits.deadline_s / 4
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(ended, timeout=30)
     with pytest.raises(StageLost):
         decoder.submit(step(34, 35), own)
     with pytest.raises(StageLost):
@@ -168,9 +172,10 @@ def test_a_worker_that_is_killed_is_noticed_and_the_next_one_finds_its_kv(
     decoder.close()
 
 
-def test_a_transport_that_is_not_built_is_refused_by_name() -> None:
-    assert choose_transport(["n1", "n1"], ["cpu", "cpu"]) == "shared_memory"
-    with pytest.raises(ConfigError, match="stages on 2 nodes are not served"):
-        choose_transport(["n1", "n2"], ["cpu", "cpu"])
-    with pytest.raises(ConfigError, match=r"of kind 'cuda' are not served.*NCCL"):
-        choose_transport(["n1", "n1"], ["cpu", "cuda"])
+def test_the_transport_of_each_hop_follows_from_the_nodes_of_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_transports(["n1", "n1"]) == ("shared_memory", "shared_memory")
+    assert choose_transports(["n1", "n2", "n2", "n1"]) == ("tcp", "shared_memory", "tcp", "shared_memory")
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    assert choose_transports(["n1", "n1"]) == ("shared_memory", "shared_memory")
+    with pytest.raises(ConfigError, match="stages on 2 nodes are not served with RAY_USE_TLS"):
+        choose_transports(["n1", "n2"])

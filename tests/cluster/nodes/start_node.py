@@ -1,6 +1,8 @@
-"""Joins one more node to a Ray of this machine, on loopback: python start_node.py GCS_ADDRESS RESOURCE
+"""Joins one more node to a Ray of this machine, on loopback.
 
-`ray start` would take the machine's address.
+    python start_node.py GCS_ADDRESS NUM_GPUS RESOURCE=COUNT...
+
+GPUs are what Ray is told, and need not be there. `ray start` would take the machine's address.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 
-def main(gcs_address: str, resource: str) -> None:
+def main(gcs_address: str, num_gpus: int, resources: dict[str, float]) -> None:
     parameters = RayParams(
         gcs_address=gcs_address,
         node_ip_address="127.0.0.1",
         num_cpus=2,
-        num_gpus=0,
-        resources={resource: 1.0},
+        num_gpus=num_gpus,
+        resources=resources,
         object_store_memory=80 * 1024 * 1024,
         min_worker_port=0,
         max_worker_port=0,
@@ -31,4 +33,8 @@ def main(gcs_address: str, resource: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        {name: float(count) for name, count in (item.split("=") for item in sys.argv[3:])},
+    )

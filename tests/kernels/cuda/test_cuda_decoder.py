@@ -12,8 +12,9 @@ import pytest
 import torch
 from decoder_world import LLAMA, Float32, Int32, Memory, make_geometry, make_weights, random_tokens, run
 from hf_world import expected_logits, make_model, shape_and_weights
+from pipeline_world import NUM_BLOCKS, make_native, pipeline
 
-from remora.kernels.base import DecoderShape, check_decoder_health
+from remora.kernels.base import DecoderShape, Weights, check_decoder_health
 from remora.kernels.batch import StepBatch
 from remora.kernels.cuda import decoder as decoder_module
 from remora.kernels.cuda.decoder import CudaDecoder
@@ -175,6 +176,26 @@ def test_stages_one_after_the_other_give_the_whole_model_s_bits(runtime: Runtime
             hidden = stage.forward_stage(batch, own_memory, hidden).copy()
         assert hidden is not None
         assert (hidden == whole.forward(batch, memory)).all()
+
+
+@pytest.mark.parametrize("on_device", [0, 1])
+def test_a_stage_on_a_device_is_beside_one_in_host_memory(runtime: Runtime, on_device: int) -> None:
+    tokens, whole, split = random_tokens(LLAMA, 60), make_geometry(LLAMA, "bf16"), (1, LLAMA.num_layers - 1)
+    parts = [StagePart(split=split, stage=stage).geometry_of(whole) for stage in range(2)]
+    expected = run(TorchDecoder(LLAMA, make_weights(LLAMA), whole, 1), Memory(whole, 7), tokens, TABLE, [60])
+
+    def make_on_device(shape: DecoderShape, weights: Weights, geometry: KVGeometry) -> CudaDecoder:
+        return CudaDecoder(shape, weights, geometry, runtime, attention="cuda")
+
+    makers, memories = [make_native] * 2, [Memory(part, NUM_BLOCKS) for part in parts]
+    makers[on_device], memories[on_device] = make_on_device, DeviceMemory(runtime, parts[on_device], NUM_BLOCKS)
+    batch = StepBatch(max_tokens=60, max_sequences=1, max_blocks=len(TABLE))
+    with pipeline(LLAMA, split, makers=makers, memories=memories) as world:
+        for first, end in [(0, 25), (25, 40), (40, 41), (41, 60)]:
+            batch.clear()
+            batch.add(tokens[first:end], first_position=first, blocks=TABLE)
+            (logits,) = world.decoder.forward(batch, memories[0])
+            assert np.abs(logits - expected[end - 1]).max() < 0.02 * expected.std()
 
 
 def test_sequences_whose_kv_is_not_finite_are_marked(runtime: Runtime) -> None:
