@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError, RayTaskError
 
+from remora.cache_actors.device_resources import select_gpu
 from remora.cache_actors.pool_messages import KVFormats, PoolBinding
 from remora.platform.base.errors import ArenaError, Unavailable
 
@@ -64,3 +65,8 @@ async def await_pool(pool: Any) -> PoolBinding:
         lines = [line for line in str(error).splitlines() if marker in line]
         reason = lines[-1].partition(marker)[2] if lines else str(error)
         raise ArenaError(f"the pool did not start: {reason}") from error
+
+
+async def select_gpu_of(pool: Any) -> None:
+    """Waits until a pool has started; a pool's GPU is then the one that this process sees. Raises ArenaError."""
+    select_gpu((await await_pool(pool)).device_uuid)

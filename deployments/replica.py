@@ -24,9 +24,8 @@ from ray import serve
 
 from remora.cache_actors.block_loader import ThreadedLoader
 from remora.cache_actors.cluster_names import pool_actor_name
-from remora.cache_actors.device_resources import select_gpu
 from remora.cache_actors.node_arenas import NodeArenas
-from remora.cache_actors.pool_calls import ask_kv_formats, await_pool
+from remora.cache_actors.pool_calls import ask_kv_formats, select_gpu_of
 from remora.cache_actors.pool_client import PoolClient
 from remora.cache_actors.pool_handles import get_or_create_pool
 from remora.cache_actors.pool_reader import PoolReaders
@@ -98,9 +97,7 @@ class ModelReplica:
         setup_telemetry(f"replica-{model_name}", config.telemetry, state_dir)
         self._loop = asyncio.get_running_loop()
         self._node_id = ray.get_runtime_context().get_node_id()
-        pool = get_or_create_pool(config, self._device.name, self._node_id)
-        if self._device.kind == "cuda":
-            select_gpu((await await_pool(pool)).device_uuid)
+        await select_gpu_of(pool := get_or_create_pool(config, self._device.name, self._node_id))
         part: StagePart | None = None
         self._start_times.end("pool")
         if self._model_config.pipeline_stages > 1:
