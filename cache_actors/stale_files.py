@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 
 from remora.cache_actors.arena import condemn, is_owned
-from remora.cache_actors.weight_share import has_users
 from remora.platform.base import paths
 
 logger = logging.getLogger(__name__)
@@ -38,8 +37,8 @@ def cluster_files(cluster_name: str, *directories: Path) -> list[Path]:
 
 
 def stale_files(cluster_name: str, *directories: Path) -> list[Path]:
-    """Files that no living process owns or uses. An arena among them can still be adopted with its journal."""
-    files = [path for path in cluster_files(cluster_name, *directories) if not has_users(path)]
+    """Files of pools that no living process owns. An arena among them can still be adopted with its journal."""
+    files = cluster_files(cluster_name, *directories)
     owned = {path.name.removesuffix(".arena") for path in files if path.suffix == ".arena" and is_owned(path)}
     return [path for path in files if not any(path.name.startswith(f"{stem}.") for stem in owned)]
 

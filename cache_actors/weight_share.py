@@ -1,11 +1,11 @@
 """Packed weights that the processes of a node use together, one copy in shared memory.
 
-    index   <shared memory>/remora-<user>-<cluster>@<key>.weights: who has them, a few hundred bytes, under an flock
+    index   <directory>/<cluster>@<key>.weights: who has them, a few hundred bytes on disk, under an flock
     memory  a sealed file without a name (memfd): each user holds a descriptor, others open it through /proc
 
 The first process that wants weights makes them while it holds the index; the others wait for it, and map what is there.
 Sealed memory cannot be written any more by anybody, nor change its size. Having no name, it is gone with its last user,
-however that one ends; an index without living users is empty again. Only processes of the same user get at either.
+however that one ends; an index without living users is as good as none. Only processes of the same user get at either.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from remora.cache_actors.process_watch import process_identity, start_time_ticks
+from remora.cache_actors.process_watch import boot_id, process_identity, start_time_ticks
 from remora.kernels.native.packed_weights import PackedManifest, PackedWeights
 from remora.kernels.native.weight_memory import WeightMemory, whole_pages
+from remora.namespaces.commands import ProcessIdentity
 from remora.platform.base.errors import IntegrityError
-from remora.platform.base.paths import shared_memory_prefix
 
 logger = logging.getLogger(__name__)
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_SUFFIX: Final = ".weights"
 _MAX_INDEX_BYTES: Final = 16 * 1024 * 1024
 
 
 class _User(msgspec.Struct, frozen=True, kw_only=True):
     """A process that holds the memory as this descriptor."""
 
-    pid: int
-    start_time_ticks: int
+    process: ProcessIdentity
     fd: int
 
     def is_alive(self) -> bool:
-        return start_time_ticks(self.pid) == self.start_time_ticks
+        process = self.process
+        return process.boot_id == boot_id() and start_time_ticks(process.pid) == process.start_time_ticks
 
 
 class _Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,9 +103,8 @@ class WeightIndex:
 
     def _join(self, manifest: PackedManifest, users: tuple[_User, ...], fd: int) -> None:
         """The descriptor stays open for as long as this process lives: others come through it."""
-        own = process_identity()
         living = tuple(user for user in users if user.is_alive())
-        me = _User(pid=own.pid, start_time_ticks=own.start_time_ticks, fd=fd)
+        me = _User(process=process_identity(), fd=fd)
         data = msgspec.json.encode(_Index(manifest=manifest, users=(*living, me)))
         # Whoever reads a file that was cut off here takes it for empty.
         os.ftruncate(self._fd, 0)
@@ -124,15 +122,16 @@ class WeightShare:
     """The shared weights of one cluster on this node."""
 
     def __init__(self, directory: Path, cluster_name: str) -> None:
-        """`directory`: in shared memory."""
+        """`directory`: of this node, made when it is missing."""
         self._directory = directory
-        self._prefix = shared_memory_prefix(cluster_name)
+        self._cluster_name = cluster_name
 
     @contextlib.contextmanager
     def locked(self, key: str) -> Iterator[WeightIndex]:
         """Waits until nobody else makes or looks for these weights. Raises OSError, IntegrityError for an index that is
         not this user's own file."""
-        path = self._directory / f"{self._prefix}{key}{_SUFFIX}"
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._directory / f"{self._cluster_name}@{key}.weights"
         fd = self._open_locked(path)
         try:
             yield WeightIndex(fd)
@@ -151,7 +150,7 @@ class WeightShare:
                 except BlockingIOError:
                     logger.info("waiting for the process that packs these weights (%s)", path)
                     fcntl.flock(fd, fcntl.LOCK_EX)
-                # Somebody may have removed it meanwhile (`remora down`): who locks a removed file locks nothing.
+                # Somebody may have removed it meanwhile: who locks a removed file locks nothing.
                 if os.fstat(fd).st_nlink:
                     return fd
             except BaseException:
@@ -160,26 +159,15 @@ class WeightShare:
             os.close(fd)
 
 
-def has_users(path: Path) -> bool:
-    """Whether it is the index of weights that a living process has."""
-    if path.suffix != _SUFFIX:
-        return False
-    try:
-        index = msgspec.json.decode(path.read_bytes(), type=_Index)
-    except (OSError, msgspec.DecodeError):
-        return False
-    return any(user.is_alive() for user in index.users)
-
-
 def _open_memory(user: _User, manifest: PackedManifest) -> tuple[WeightMemory, int] | None:
     """Of a living process of this user: sealed memory of the right size, or nothing."""
     if not user.is_alive():
         return None
     num_bytes = whole_pages(manifest.num_bytes)
     try:
-        fd = os.open(f"/proc/{user.pid}/fd/{user.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{user.process.pid}/fd/{user.fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        logger.info("the weights of process %d cannot be mapped: %s", user.pid, error)
+        logger.info("the weights of process %d cannot be mapped: %s", user.process.pid, error)
         return None
     try:
         status = os.fstat(fd)
@@ -189,6 +177,6 @@ def _open_memory(user: _User, manifest: PackedManifest) -> tuple[WeightMemory, i
             memory.collapse(num_bytes)
             return memory, fd
     except OSError as error:  # not a memory file at all: the number is another file's by now
-        logger.info("the weights of process %d cannot be mapped: %s", user.pid, error)
+        logger.info("the weights of process %d cannot be mapped: %s", user.process.pid, error)
     os.close(fd)
     return None

@@ -27,7 +27,7 @@ from remora.kernels.native.weight_memory import WeightMemory, shared_memory_is_f
 from remora.namespaces.geometry import KVGeometry
 from remora.platform.base.config import ClusterConfig
 from remora.platform.base.errors import IntegrityError, KernelError
-from remora.platform.base.paths import SHARED_MEMORY_DIR, default_state_dir
+from remora.platform.base.paths import default_state_dir
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class WeightStorage:
         cache = WeightCache(
             directory, cluster.packed_weights_bytes, num_threads=num_threads or len(os.sched_getaffinity(0))
         )
-        return cls(WeightShare(SHARED_MEMORY_DIR, cluster.name), cache)
+        return cls(WeightShare(directory, cluster.name), cache)
 
     def make_decoder(
         self,
