@@ -6,7 +6,8 @@ A turn is so many requests with prompts that nobody has seen, one after the othe
 or in one with 1, and the wait until all is copied. What counts is the CPU time of all processes: router,
 replicas, both pools, raylets. Each round has one turn of each kind, their order changes, and both are equally long in
 time, because Ray and Serve use some without any request. Prints the difference as a share of what a request takes
-without copies, with its 95 % bootstrap interval over the rounds.
+without copies, with its 95 % bootstrap interval over the rounds; and the same for pools and raylets alone, which do
+nothing else that varies: on a busy machine the replicas' computing varies by more than what copies cost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster" / "nodes"))
@@ -29,7 +30,7 @@ from bench_tracing import interval
 from node_platform import MODEL, NodePlatform, node_platform
 
 from remora.platform.base.local_ray import new_temp_dir, start_local_ray, stop_local_ray
-from remora.platform.cli.processes import marked_processes
+from remora.platform.cli.processes import command_of, marked_processes
 
 _MARK = "REMORA_BENCH"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -37,16 +38,26 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SETTLE_S = 3.0
 
 
-def cpu_s(mark: str) -> float:
-    """CPU seconds so far of every process of the platform, without this one."""
-    total = 0
+class CPUTime(NamedTuple):
+    """Seconds: of every process of the platform without this one, and of pools and raylets among them."""
+
+    all_s: float
+    copying_s: float
+
+
+def cpu_time(mark: str) -> CPUTime:
+    """So far."""
+    total = copying = 0
     for process in marked_processes(_MARK, mark):
         try:
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        total += int(fields[11]) + int(fields[12])
-    return total / _TICKS_PER_S
+        ticks = int(fields[11]) + int(fields[12])
+        total += ticks
+        command = command_of(process.pid)
+        copying += ticks if command.startswith("ray::PoolActor") or "/raylet" in command.split(" ")[0] else 0
+    return CPUTime(total / _TICKS_PER_S, copying / _TICKS_PER_S)
 
 
 class Turns:
@@ -56,15 +67,17 @@ class Turns:
         self._nodes, self._mark, self._options = nodes, mark, options
         self._number = 0
 
-    def run(self, namespace: str, least_s: float = 0.0) -> tuple[float, float]:
-        """CPU seconds of a request, and how long the turn took, at least `least_s`."""
-        started_s, before_s = time.monotonic(), cpu_s(self._mark)
+    def run(self, namespace: str, least_s: float = 0.0) -> tuple[CPUTime, float]:
+        """CPU time of a request, and how long the turn took, at least `least_s`."""
+        started_s, before = time.monotonic(), cpu_time(self._mark)
         for _ in range(self._options.requests):
             self._request(namespace)
         # To ask more often would count as the cost of copies.
         time.sleep(max(_SETTLE_S, started_s + least_s - time.monotonic()))
         self._nodes.eventually(lambda: not self._nodes.copies("twice")["lag_blocks"], 60, what="all is copied")
-        return (cpu_s(self._mark) - before_s) / self._options.requests, time.monotonic() - started_s
+        after, count = cpu_time(self._mark), self._options.requests
+        took = CPUTime(*((now - then) / count for now, then in zip(after, before, strict=True)))
+        return took, time.monotonic() - started_s
 
     def _request(self, namespace: str) -> None:
         self._number += 1
@@ -85,6 +98,7 @@ def main() -> None:
     start_local_ray(temp_dir, namespace="bench", num_cpus=16, object_store_bytes=128 * 1024 * 1024)
     plain_s: list[float] = []
     added_s: list[float] = []
+    added_to_copying_s: list[float] = []
     try:
         with tempfile.TemporaryDirectory() as folder, node_platform(Path(folder)) as nodes:
             nodes.complete()
@@ -93,18 +107,20 @@ def main() -> None:
             for round_no in range(options.rounds):
                 order = ("twice", "once") if round_no % 2 else ("once", "twice")
                 took = {namespace: turns.run(namespace, least_s)[0] for namespace in order}
-                plain_s.append(took["once"])
-                added_s.append(took["twice"] - took["once"])
+                plain_s.append(took["once"].all_s)
+                added_s.append(took["twice"].all_s - took["once"].all_s)
+                added_to_copying_s.append(took["twice"].copying_s - took["once"].copying_s)
             copied = nodes.copies("twice")
     finally:
         stop_local_ray(temp_dir)
-    mean_s, (low_s, high_s) = statistics.fmean(added_s), interval(added_s)
     request_s = statistics.fmean(plain_s)
     print(f"{options.prompt} tokens in, {options.output} out: {request_s * 1e3:.0f} ms of CPU a request without copies")
-    print(
-        f"copies add {mean_s * 1e3:.1f} ms ({low_s * 1e3:.1f} to {high_s * 1e3:.1f}): "
-        f"{100 * mean_s / request_s:.2f} % ({100 * low_s / request_s:.2f} to {100 * high_s / request_s:.2f})"
-    )
+    for what, added in (("copies add", added_s), ("to pools and raylets alone", added_to_copying_s)):
+        mean_s, (low_s, high_s) = statistics.fmean(added), interval(added)
+        print(
+            f"{what} {mean_s * 1e3:.1f} ms ({low_s * 1e3:.1f} to {high_s * 1e3:.1f}): "
+            f"{100 * mean_s / request_s:.2f} % ({100 * low_s / request_s:.2f} to {100 * high_s / request_s:.2f})"
+        )
     print(f"{copied['copied_blocks']:.0f} blocks, {copied['copied_bytes'] / 1e6:.0f} MB were copied")
 
 
