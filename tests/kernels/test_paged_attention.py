@@ -217,3 +217,16 @@ def test_shapes_that_are_not_served_are_refused_by_name(level: str) -> None:
         paged_attention(batch, world, np.zeros((1, 3, 64), np.float32), layer=0, scale=1.0, level=level)
     with pytest.raises(KernelError, match="layers 2 to 2 of 2"):
         paged_attention(batch, world, np.zeros((1, 6, 64), np.float32), layer=2, scale=1.0, level=level)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_common_prefix_attended_once_leaves_the_bits_of_each_sequence(level: str, precision: str) -> None:
+    lengths = [1030, 1100, 1560, 70, 1090, 520]
+    world = World(lengths, precision=precision, head_dim=64)
+    for index, columns in [(1, 32), (2, 32), (4, 16), (5, 16)]:  # two, two, one and one chunks of 512 in common with 0
+        world.blocks[index][:columns] = world.blocks[0][:columns]
+    rows = [(0, 1029, 1030), (3, 69, 70), (1, 1060, 1100), (4, 1088, 1090), (2, 1559, 1560), (5, 513, 520)]
+    alone = [world.run([row], level=level, num_threads=1)[0] for row in rows]
+    for num_threads in (1, 3):
+        together = world.run(rows, level=level, num_threads=num_threads)
+        assert all(same_bits(a, b) for a, b in zip(alone, together, strict=True))

@@ -41,6 +41,8 @@ void run_attention(void* context, Team& team) {
     call.layer = layer;
     run.kernels.attention(team, run.step, run.arena, call, *run.work);
     team.barrier();
+    run.kernels.merge_attention(team, run.step, run.arena, call, *run.work);
+    team.barrier();
   }
 }
 

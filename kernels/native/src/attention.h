@@ -13,9 +13,15 @@ namespace remora::REMORA_LEVEL {
 // Query rows per tile that suit this level: what AttentionPlan::prepare wants.
 int32_t attention_tile_rows(const Arena& arena);
 
-// Needs head_dim in multiples of 16 up to 256, block_tokens in multiples of 16 that divide ATTENTION_CHUNK, and K/V
-// of the step stored and visible to all ranks (barrier after store_kv). Ends without a barrier, like every kernel;
-// the scratch of the team is overwritten and, on AMX, the thread's tiles are released.
+// Computes items of the plan, claimed by ranks one by one. Needs head_dim in multiples of 16 up to 256, block_tokens in
+// multiples of 16 that divide ATTENTION_CHUNK, and K/V of the step stored and visible to all ranks (barrier after
+// store_kv). Ends without a barrier, like every kernel; the scratch of the team is overwritten and, on AMX, the thread's
+// tiles are released.
 void attention(Team& team, const Step& step, const Arena& arena, const AttentionCall& call, const AttentionWork& work);
+
+// Puts the parts of this rank's share of the tokens together, behind a barrier after attention(); then these tokens' rows
+// of `out` are whole, and, behind another barrier, all are.
+void merge_attention(Team& team, const Step& step, const Arena& arena, const AttentionCall& call,
+                     const AttentionWork& work);
 
 }  // namespace remora::REMORA_LEVEL

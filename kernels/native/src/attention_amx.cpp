@@ -98,31 +98,6 @@ void compute_scores(const Tile& tile, const ChunkBlocks& blocks, int num_tokens,
   }
 }
 
-// rows[i][j] ↔ rows[j][i] of a 16 x 16 matrix, by exchange of halves, quarters, ...
-template <int STEP>
-REMORA_INLINE void exchange(vuint* rows) {
-  vuint low, high;
-  for (int lane = 0; lane < 16; ++lane) {
-    const bool odd = (lane & STEP) != 0;
-    low[lane] = static_cast<uint32_t>(odd ? 16 + lane - STEP : lane);
-    high[lane] = static_cast<uint32_t>(odd ? 16 + lane : lane + STEP);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    if ((i & STEP) != 0) continue;
-    const vuint a = rows[i], b = rows[i + STEP];
-    rows[i] = __builtin_shuffle(a, b, low);
-    rows[i + STEP] = __builtin_shuffle(a, b, high);
-  }
-}
-
-REMORA_INLINE void transpose(vuint* rows) {
-  exchange<8>(rows);
-  exchange<4>(rows);
-  exchange<2>(rows);
-  exchange<1>(rows);
-}
-
 // Weights of all rows for the chunk, zero where a row does not see. The sums are over the weights as rounded.
 void compute_weights(const Tile& tile, int32_t chunk, int num_tokens, AmxScratch& scratch, Part part) {
   vint visible = {};

@@ -5,7 +5,7 @@
 
 namespace remora::REMORA_LEVEL {
 
-constexpr int MAX_TILE_ROWS = 32;
+constexpr int MAX_TILE_ROWS = 96;
 constexpr int MAX_HEAD_DIM = 256;
 
 struct Tile {
@@ -28,11 +28,17 @@ struct Tile {
   int32_t visible_in_chunk(int32_t chunk) const { return visible_in_chunk(chunk, num_rows - 1); }
 };
 
+// K that is read after a chunk: of the next chunk or tile.
+struct Ahead {
+  const HeadBlocks* blocks = nullptr;  // null: nothing follows
+  int32_t chunk = 0, num_tokens = 0;
+};
+
 // Attention over some positions before division: out = Σ 2^(score - maximum) · v, sum = Σ 2^(score - maximum).
 // A row that sees none of them has sum 0.
 struct Part {
-  Part(float* memory, int32_t tile_rows, int32_t head_dim)
-      : out(memory), maximum(out + static_cast<int64_t>(tile_rows) * head_dim), sum(maximum + tile_rows) {}
+  Part(float* memory, int64_t num_rows, int64_t head_dim)
+      : out(memory), maximum(out + num_rows * head_dim), sum(maximum + num_rows) {}
 
   float* out;      // [rows][head_dim]
   float* maximum;  // [rows]
@@ -42,6 +48,13 @@ struct Part {
 // What the chunk routines need besides: bytes of rank-local memory, 64-byte aligned.
 size_t portable_chunk_scratch_bytes(const Arena& arena);
 void portable_chunk(const Tile& tile, int32_t chunk, Part part, uint8_t* scratch);
+
+// The same with products of bf16 pairs, K and V of any precision but fp32; rounds q, the weights, and K and V of integers
+// to bf16. `has_pairs` says if this level was built with them.
+bool has_pairs();
+size_t pairs_scratch_bytes(const Arena& arena);
+void pairs_prepare_tile(const Tile& tile, uint8_t* scratch);  // once per tile, before its chunks
+void pairs_chunk(const Tile& tile, int32_t chunk, const Ahead& ahead, Part part, uint8_t* scratch);
 
 // The same with AMX tiles, bf16 K and V; rounds q and the weights to bf16. `has_tiles` says if this level was built
 // with them.

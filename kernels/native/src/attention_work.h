@@ -5,26 +5,27 @@
 
 namespace remora {
 
-// Query rows of one kv head of a sequence are numbered (token, head in group): row = token * group + head.
+// Some query rows of one kv head against some chunks of ATTENTION_CHUNK positions. Rows are numbered (token, head in
+// group): row = token * group + head in group. The rows of an item may be those of several sequences: then these have
+// the blocks of its chunks in common, and every row sees all of them.
 struct AttentionItem {
-  int32_t sequence, kv_head;
-  int32_t first_row, num_rows;     // at most tile_rows
-  int32_t first_chunk, end_chunk;  // chunks of ATTENTION_CHUNK positions that the item covers
-  int32_t num_chunks;              // of the tile; more than end_chunk - first_chunk when the tile is split
-  int32_t split;                   // which split tile, or -1 when the item covers all chunks of its tile
+  int32_t sequence, kv_head;       // whose row of the block table is read
+  int32_t first_row, num_rows;     // in AttentionWork::rows; at most tile_rows
+  int32_t first_chunk, end_chunk;
+  int32_t to_parts;                // the result of each chunk goes to `parts`; else these chunks are all there are
+  int64_t cost;                    // about proportional to the time that it takes
 };
 
-// Accesses to `cursors` and `done` are atomic.
 struct AttentionWork {
   static constexpr int CURSOR_STRIDE = 16;  // each cursor has a cache line of its own
+  static constexpr int PART_SPARE = 16;     // floats behind the values of a part: maximum, sum, and up to a cache line
 
   const AttentionItem* items;
   int32_t num_items, tile_rows;
-  int32_t* cursors;           // [num_layers * CURSOR_STRIDE] next item of a layer
-  int32_t* done;              // [num_splits] finished chunks in the layer under way; the last finisher sets it to 0
-  const int64_t* first_part;  // [num_splits] index of the part of chunk 0
-  float* parts;               // results of single chunks of split tiles
-  int64_t part_floats;        // tile_rows * (head_dim + 2)
+  const int32_t* rows;        // [num_tokens * group]; of a tile they ascend in what they see
+  int32_t* cursors;           // [num_layers * CURSOR_STRIDE] next item of a layer; accesses are atomic
+  const int64_t* first_part;  // [num_tokens] part of the token's chunk 0, in parts of all heads; -1: written whole
+  float* parts;               // [part][num_heads][head_dim + PART_SPARE]
 };
 
 struct AttentionCall {

@@ -26,6 +26,8 @@ struct LevelKernels {
                           const int32_t* targets, int64_t count);
   void (*attention)(Team& team, const Step& step, const Arena& arena, const AttentionCall& call,
                     const AttentionWork& work);
+  void (*merge_attention)(Team& team, const Step& step, const Arena& arena, const AttentionCall& call,
+                          const AttentionWork& work);
 };
 
 constexpr int NUM_LEVELS = 5;

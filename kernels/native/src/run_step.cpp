@@ -79,10 +79,11 @@ class StepRun {
     for (int64_t t = own_rows_.begin; t < own_rows_.end; ++t) rotate_row(layer, t, qkv + t * qkv_size);
     store_kv(team_, work_.step, work_.arena, index, qkv + query_size, qkv_size, qkv + query_size + kv_size, qkv_size);
     team_.barrier();
-    attention(team_, work_.step, work_.arena,
-              {qkv, qkv_size, attended, query_size, nullptr, index, shape_.num_heads, shape_.attention_scale},
-              work_.attention);
+    const AttentionCall call{qkv,     qkv_size, attended,         query_size,
+                             nullptr, index,    shape_.num_heads, shape_.attention_scale};
+    attention(team_, work_.step, work_.arena, call, work_.attention);
     team_.barrier();
+    merge_attention(team_, work_.step, work_.arena, call, work_.attention);
     const Activations input = first(shape_.weights, query_size);
     encode_rows(attended, query_size, input);
     add_to_hidden(layer.o, input);
