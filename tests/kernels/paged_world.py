@@ -31,9 +31,9 @@ def same_bits(a: AttentionResult, b: AttentionResult) -> bool:
 
 
 def check_against_reference(world: World, rows: Rows, level: str) -> None:
-    # These levels multiply bf16 by bf16: queries, weights, and K and V of integers, are rounded to 8 bits.
-    rounds = level in ("avx512bf16", "amx") and "fp32" not in world.layout.precisions
-    bound = 2e-5 if not rounds else 2.0**-7 if world.layout.precisions == ("bf16", "bf16") else 2.0**-5
+    # These levels multiply bf16 by bf16: queries and weights are rounded to 8 bits.
+    rounds = level in ("avx512bf16", "amx") and world.layout.precisions == ("bf16", "bf16")
+    bound = 2.0**-7 if rounds else 2e-5
     for (index, first, end), result in zip(rows, world.run(rows, level=level), strict=True):
         out, lse = world.expected(index, first, end, rounded_queries=rounds)
         assert np.abs(result.out_TQD - out).max() < bound

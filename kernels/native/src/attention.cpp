@@ -13,8 +13,8 @@ namespace {
 enum class Path { portable, pairs, tiles };
 
 Path path_of(const Arena& arena) {
-  if (has_tiles() && arena.k_dtype == Dtype::bf16 && arena.v_dtype == Dtype::bf16) return Path::tiles;
-  return has_pairs() && arena.k_dtype != Dtype::fp32 && arena.v_dtype != Dtype::fp32 ? Path::pairs : Path::portable;
+  if (arena.k_dtype != Dtype::bf16 || arena.v_dtype != Dtype::bf16) return Path::portable;
+  return has_tiles() ? Path::tiles : has_pairs() ? Path::pairs : Path::portable;
 }
 
 size_t chunk_scratch_bytes(const Arena& arena) {

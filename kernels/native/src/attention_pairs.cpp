@@ -4,10 +4,10 @@
 //   scores[row][token] = Q · Kᵀ     rows of Q are the activations, 32 tokens a panel, pairs of dims
 //   out[row][dim]      = P · V      rows of weights are the activations, 32 dims a panel, pairs of tokens
 //
-// Q and the weights are rounded to bf16, and so are K and V of integers.
+// Q and the weights are rounded to bf16. K and V of integers take the portable way: making bf16 of them costs a step of
+// single rows more than these products save it, and all rows of a precision must go one way (attention.h).
 #include "attention_kernels.h"
 #include "attention_tile.h"
-#include "linear_finish.h"
 #include "micro_kernels.h"
 
 namespace remora::REMORA_LEVEL {
@@ -15,7 +15,7 @@ namespace remora::REMORA_LEVEL {
 #if REMORA_DPBF16
 namespace {
 
-constexpr int PASS_ROWS = MOST_TILE_ROWS;
+constexpr int PASS_ROWS = 12;  // 24 sums, what they multiply, and nothing else in registers
 constexpr int PANEL_TOKENS = PANEL_COLUMNS, GROUP_TOKENS = BLOCK_COLUMNS;
 // Lines of pairs: 16 columns of 4 bytes. One more than a chunk has, so that blocks do not share cache sets.
 constexpr int64_t VALUE_LINES = ATTENTION_CHUNK / 2 + 1;
@@ -38,14 +38,13 @@ struct PairsScratch {
     sums = reinterpret_cast<float*>(take(PASS_ROWS * dim_blocks * BLOCK_COLUMNS * 4));
     weights = take(PASS_ROWS * WEIGHT_ROW_BYTES);
     queries = reinterpret_cast<uint16_t*>(take((MAX_TILE_ROWS + PASS_ROWS) * dim * 2));
-    rows = reinterpret_cast<uint16_t*>(take(GROUP_TOKENS * dim * 2));
   }
 
   size_t end = 0;
   uint8_t *keys, *values;  // [panel][16-token group][pair of dims], [16 dims][pair of tokens]: lines of 16 pairs
   float *scores, *sums;    // [panel][row][32]: of tokens, of dims
   uint8_t* weights;        // [row][token] bf16, WEIGHT_ROW_BYTES a row
-  uint16_t *queries, *rows;  // [row][dim]; rows of a group that are no bf16 in the arena
+  uint16_t* queries;       // [row][dim]
 };
 
 // A kernel of at least `rows` rows, up to PASS_ROWS; it computes spare rows. Groups of query heads often have 3 or 6.
@@ -65,7 +64,6 @@ struct ChunkSide {
   ChunkSide(const Tile& tile, const HeadBlocks& head_blocks, const HeadSide& head_side, int32_t chunk)
       : blocks(head_blocks),
         side(head_side),
-        dim(tile.head_dim),
         block_tokens(tile.block_tokens),
         first_column(static_cast<int64_t>(chunk) * ATTENTION_CHUNK / tile.block_tokens) {}
 
@@ -73,16 +71,8 @@ struct ChunkSide {
     const int64_t column = first_column + token / block_tokens;
     return side.rows + blocks.table[column] * blocks.block_bytes + token % block_tokens * side.row_bytes;
   }
-  // 16 rows as bf16: as they lie, or decoded into `buffer`.
-  const uint16_t* rows_of(int token, uint16_t* buffer) const {
-    const uint8_t* row = bytes_of(token);
-    if (side.dtype == Dtype::bf16) return reinterpret_cast<const uint16_t*>(row);
-    const uint16_t* scales = blocks.scales_of(side, first_column + token / block_tokens) +
-                             token % block_tokens * side.num_scales;
-    for (int i = 0; i < GROUP_TOKENS; ++i, row += side.row_bytes, scales += side.num_scales)
-      decode(row, scales, buffer + i * dim);
-    return buffer;
-  }
+  const uint16_t* rows_of(int token) const { return reinterpret_cast<const uint16_t*>(bytes_of(token)); }
+
   // What is in the cache anyway: kernels always fetch.
   Prefetch nothing() const { return {reinterpret_cast<const uint8_t*>(blocks.table), 0, 0}; }
 
@@ -96,23 +86,9 @@ struct ChunkSide {
   }
 
  private:
-  // Rotated rows stay rotated.
-  void decode(const uint8_t* row, const uint16_t* scales, uint16_t* target) const {
-    if (side.dtype == Dtype::int8) {
-      const vfloat scale = splat(from_bf16(*scales));
-      for (int d = 0; d < dim; d += LANES)
-        store_bf16(target + d, load_int8(reinterpret_cast<const int8_t*>(row) + d) * scale);
-      return;
-    }
-    float wide[MAX_HEAD_DIM];
-    if (side.dtype == Dtype::int5) widen_rotated<true>(row, scales, dim, wide);
-    else widen_rotated<false>(row, scales, dim, wide);
-    for (int d = 0; d < dim; d += LANES) store_bf16(target + d, load(wide + d));
-  }
-
   const HeadBlocks& blocks;
   const HeadSide& side;
-  const int dim, block_tokens;
+  const int block_tokens;
   const int64_t first_column;
 };
 
@@ -135,9 +111,9 @@ void pack_key_group(const uint16_t* rows, int dim, uint8_t* target) {
   for (int i = 0; i < 8; ++i) store_as(target + i * LINE_BYTES, pairs[i]);
 }
 
-void pack_key_panel(const ChunkSide& keys, int token, int num_tokens, int dim, uint16_t* buffer, uint8_t* target) {
+void pack_key_panel(const ChunkSide& keys, int token, int num_tokens, int dim, uint8_t* target) {
   for (int end = token + PANEL_TOKENS; token < end && token < num_tokens; token += GROUP_TOKENS) {
-    pack_key_group(keys.rows_of(token, buffer), dim, target);
+    pack_key_group(keys.rows_of(token), dim, target);
     target += dim / 2 * LINE_BYTES;
   }
 }
@@ -163,7 +139,7 @@ void pack_value_pair(const uint16_t* even, const uint16_t* odd, int dim, uint8_t
 void pack_value_panel(const ChunkSide& values, int token, int num_tokens, int dim, const PairsScratch& scratch) {
   constexpr uint16_t ZEROS[MAX_HEAD_DIM] = {};
   for (int end = token + PANEL_TOKENS; token < end && token < num_tokens; token += GROUP_TOKENS) {
-    const uint16_t* rows = values.rows_of(token, scratch.rows);
+    const uint16_t* rows = values.rows_of(token);
     for (int i = 0; i < GROUP_TOKENS && token + i < num_tokens; i += 2, rows += 2 * dim)
       pack_value_pair(rows, token + i + 1 < num_tokens ? rows + dim : ZEROS, dim,
                       scratch.values + (token + i) / 2 * LINE_BYTES);
@@ -184,7 +160,7 @@ REMORA_INLINE vfloat exp2_of_score(vfloat x) {
 }
 
 // 32 weights as bf16, in their order.
-REMORA_INLINE vint round_weights(vfloat first, vfloat second) {
+REMORA_INLINE vint round_pairs(vfloat first, vfloat second) {
 #if REMORA_EMULATE
   uint16_t rounded[32];
   store_bf16(rounded, first), store_bf16(rounded + 16, second);
@@ -218,7 +194,7 @@ void soften_row(const float* scores, int visible, int num_tokens, float scale_lo
   vfloat total = {};
   for (int panel = 0; panel < whole; ++panel, weights += LINE_BYTES) {
     const float* from = scores + panel * PANEL_FLOATS;
-    const vint rounded = round_weights(exp2_of_score(fma(load(from), scale, shift)),
+    const vint rounded = round_pairs(exp2_of_score(fma(load(from), scale, shift)),
                                        exp2_of_score(fma(load(from + LANES), scale, shift)));
     store_as(weights, rounded);
     total = ProductBf16Pairs::multiply_add(rounded, ones, total);
@@ -228,7 +204,7 @@ void soften_row(const float* scores, int visible, int num_tokens, float scale_lo
     const vfloat first = exp2_of_score(fma(load(tail), scale, shift));
     const vfloat second = exp2_of_score(fma(load(tail + LANES), scale, shift));
     const vint rounded =
-        round_weights(lane < rest ? first : vfloat{}, second_lane < rest ? second : vfloat{});
+        round_pairs(lane < rest ? first : vfloat{}, second_lane < rest ? second : vfloat{});
     store_as(weights, rounded);
     total = ProductBf16Pairs::multiply_add(rounded, ones, total);
     ++panel, weights += LINE_BYTES;
@@ -304,12 +280,7 @@ size_t pairs_scratch_bytes(const Arena& arena) { return PairsScratch::bytes(aren
 void pairs_prepare_tile(const Tile& tile, uint8_t* memory) {
   const PairsScratch scratch(memory, tile.head_dim);
   const int dim = tile.head_dim;
-  float row[MAX_HEAD_DIM];
-  for (int r = 0; r < tile.num_rows; ++r) {
-    __builtin_memcpy(row, tile.q + r * dim, sizeof(float) * static_cast<size_t>(dim));
-    if (is_rotated(tile.blocks.k.dtype)) hadamard(row, dim);
-    for (int d = 0; d < dim; d += LANES) store_bf16(scratch.queries + r * dim + d, load(row + d));
-  }
+  for (int i = 0; i < tile.num_rows * dim; i += LANES) store_bf16(scratch.queries + i, load(tile.q + i));
 }
 
 void pairs_chunk(const Tile& tile, int32_t chunk, const Ahead& ahead, Part part, uint8_t* memory) {
@@ -323,7 +294,7 @@ void pairs_chunk(const Tile& tile, int32_t chunk, const Ahead& ahead, Part part,
   if (tile.num_rows <= PASS_ROWS) {
     const Pass pass(tile, chunk, 0, scratch);
     for (int token = 0; token < num_tokens; token += PANEL_TOKENS) {
-      pack_key_panel(keys, token, num_tokens, dim, scratch.rows, scratch.keys);
+      pack_key_panel(keys, token, num_tokens, dim, scratch.keys);
       pass.score_panel(token / PANEL_TOKENS, scratch.keys, values.prefetch(token, num_tokens, dim / 2));
     }
     pass.soften(part);
@@ -337,7 +308,7 @@ void pairs_chunk(const Tile& tile, int32_t chunk, const Ahead& ahead, Part part,
   } else {
     const Prefetch nothing = keys.nothing();
     for (int token = 0; token < num_tokens; token += PANEL_TOKENS) {
-      pack_key_panel(keys, token, num_tokens, dim, scratch.rows, scratch.keys + token / PANEL_TOKENS * panel_bytes);
+      pack_key_panel(keys, token, num_tokens, dim, scratch.keys + token / PANEL_TOKENS * panel_bytes);
       pack_value_panel(values, token, num_tokens, dim, scratch);
     }
     for (int first = 0; first < tile.num_rows; first += PASS_ROWS) {
@@ -349,8 +320,6 @@ void pairs_chunk(const Tile& tile, int32_t chunk, const Ahead& ahead, Part part,
       pass.write_values(part);
     }
   }
-  if (is_rotated(tile.blocks.v.dtype))
-    for (int row = 0; row < tile.num_rows; ++row) hadamard(part.out + row * dim, dim);
 }
 
 #else  // other levels never call these

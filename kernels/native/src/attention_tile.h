@@ -49,15 +49,14 @@ struct Part {
 size_t portable_chunk_scratch_bytes(const Arena& arena);
 void portable_chunk(const Tile& tile, int32_t chunk, Part part, uint8_t* scratch);
 
-// The same with products of bf16 pairs, K and V of any precision but fp32; rounds q, the weights, and K and V of integers
-// to bf16. `has_pairs` says if this level was built with them.
+// The same with products of bf16 pairs, bf16 K and V; rounds q and the weights to bf16. `has_pairs` says if this level
+// was built with them.
 bool has_pairs();
 size_t pairs_scratch_bytes(const Arena& arena);
 void pairs_prepare_tile(const Tile& tile, uint8_t* scratch);  // once per tile, before its chunks
 void pairs_chunk(const Tile& tile, int32_t chunk, const Ahead& ahead, Part part, uint8_t* scratch);
 
-// The same with AMX tiles, bf16 K and V; rounds q and the weights to bf16. `has_tiles` says if this level was built
-// with them.
+// The same with AMX tiles. `has_tiles` says if this level was built with them.
 bool has_tiles();
 void load_tile_config();
 void unload_tile_config();
