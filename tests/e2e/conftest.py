@@ -140,11 +140,13 @@ def _config(state_dir: Path, otlp_endpoint: str) -> RemoraConfig:
 
 
 def end_actors(cluster_name: str) -> None:
-    """Ends what outlives Serve; raises if a pool is not in order."""
+    """Ends what outlives Serve, and removes packed weights, which outlive all; raises if a pool is not in order."""
     import ray
 
     from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
     from remora.cache_actors.pool_handles import find_pools
+    from remora.cache_actors.stale_files import remove_stale
+    from remora.platform.base.paths import SHARED_MEMORY_DIR
 
     pools = find_pools(cluster_name)
     checks = [pool.check_integrity.remote() for pool in pools]
@@ -152,6 +154,7 @@ def end_actors(cluster_name: str) -> None:
     ray.get([pool.retire.remote() for pool in pools])
     for actor in (*pools, ray.get_actor(REGISTRY_NAME, namespace=ray_namespace(cluster_name))):
         ray.kill(actor)
+    remove_stale(cluster_name, SHARED_MEMORY_DIR)
     ray.get(checks)
 
 

@@ -18,6 +18,7 @@ from remora.cache_actors.arena import Arena
 from remora.cache_actors.arena_header import ArenaIdentity
 from remora.cache_actors.port import OpenGate
 from remora.cache_actors.process_watch import boot_id
+from remora.cache_actors.stale_files import remove_stale
 from remora.deployments.models.load import load_model
 from remora.deployments.models.loaded_model import LoadedModel
 from remora.deployments.pipeline.base import SameTables, StageCard, StageLease
@@ -54,11 +55,11 @@ def step(first: int, end: int) -> StepBatch:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RemoraConfig:
+def config(tmp_path: Path) -> Iterator[RemoraConfig]:
     from model_support import save_tiny
 
     save_tiny(tmp_path / "model", "llama", num_hidden_layers=3)
-    return RemoraConfig.model_validate(
+    yield RemoraConfig.model_validate(
         {
             "cluster": {"name": CLUSTER},
             "devices": [{"name": name, "num_threads": 1, "block_tokens": 16} for name in ("a", "b")],
@@ -74,6 +75,8 @@ def config(tmp_path: Path) -> RemoraConfig:
             "namespaces": [{"name": "m", "model": "m"}],
         }
     )
+    # Packed weights outlive the workers.
+    remove_stale(CLUSTER, SHARED_MEMORY_DIR)
 
 
 @pytest.fixture
