@@ -67,17 +67,15 @@ def stack_rows(parts: Sequence[GroupedTensor]) -> GroupedTensor:
 
 
 def group_rows(weight_OI: torch.Tensor, precision: GroupedPrecision) -> GroupedTensor:
-    """Quantises a matrix: int8 symmetric, int4 between the smallest and the largest value of each group."""
+    """Quantises a matrix between the smallest and the largest value of each group."""
     num_inputs = weight_OI.shape[1]
     filled = torch.nn.functional.pad(weight_OI.to(torch.float32), (0, -num_inputs % INPUT_GROUP))
     groups_OGI = filled.reshape(len(filled), -1, INPUT_GROUP)
-    if precision == "int8":
-        scale, minimum = (groups_OGI.abs().amax(dim=-1) / 127).to(torch.float16), None
-        shifted, smallest, largest = groups_OGI, -127, 127
-    else:
-        minimum = groups_OGI.amin(dim=-1).to(torch.float16)
-        shifted, smallest, largest = groups_OGI - minimum[..., None].to(torch.float32), 0, 15
-        scale = (shifted.amax(dim=-1) / 15).to(torch.float16)
+    smallest, largest = (-128, 127) if precision == "int8" else (0, 15)
+    low = groups_OGI.amin(dim=-1).to(torch.float16).to(torch.float32)
+    scale = ((groups_OGI.amax(dim=-1) - low) / (largest - smallest)).to(torch.float16)
+    minimum = (low - smallest * scale.to(torch.float32)).to(torch.float16)
+    shifted = groups_OGI - minimum[..., None].to(torch.float32)
     exact = scale.to(torch.float32)[..., None]
     codes = torch.where(exact > 0, torch.round(shifted / exact), torch.zeros_like(shifted)).clamp(smallest, largest)
     return GroupedTensor(

@@ -119,6 +119,8 @@ def test_rounded_weights_stay_near_their_reference(
     reference = TorchDecoder(shape, make_weights(shape, tied=tied), geometry, 1)
     expected = run(reference, Memory(geometry, 5), tokens, blocks, [70])
     logits = run(make_native(shape, level, tied=tied), Memory(geometry, 5), tokens, blocks, [70])
+    if weights in ("int8", "int4") and level.startswith("avx512"):
+        bound = 0.08  # activations of 8 bits; the reference's have 16
     assert np.abs(logits - expected).max() < bound * expected.std()
 
 

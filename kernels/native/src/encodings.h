@@ -7,14 +7,16 @@
 namespace remora::REMORA_LEVEL {
 namespace {
 
-enum class Encoding { fp32, bf16, bf16_wide, int16 };
+enum class Encoding { fp32, bf16, bf16_wide, int16, int8 };
 
 REMORA_INLINE Encoding encoding_of(Dtype weights) {
   if (weights == Dtype::fp32) return Encoding::fp32;
 #if REMORA_TILES
   return Encoding::bf16;
 #elif REMORA_DPBF16
-  return weights == Dtype::bf16 ? Encoding::bf16 : Encoding::int16;
+  return weights == Dtype::bf16 ? Encoding::bf16 : Encoding::int8;
+#elif REMORA_VNNI
+  return weights == Dtype::bf16 ? Encoding::bf16_wide : Encoding::int8;
 #else
   return weights == Dtype::bf16 ? Encoding::bf16_wide : Encoding::int16;
 #endif
@@ -26,6 +28,7 @@ REMORA_INLINE int64_t encoded_bytes(Encoding encoding) {
     case Encoding::bf16_wide: return 4;
     case Encoding::bf16:
     case Encoding::int16: return 2;
+    case Encoding::int8: return 1;
   }
   return 0;
 }

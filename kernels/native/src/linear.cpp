@@ -211,8 +211,10 @@ void encode_row(Dtype weights, const float* x, int64_t num_in, const Activations
   const int64_t bytes = encoded_bytes(encoding);
   uint8_t* out = activations.data + row * activations.stride;
   const int64_t whole = round_up(num_in, LANES);
-  if (encoding == Encoding::int16) encode_int16(x, num_in, out, activations.scale + row * num_scales(num_in));
-  else for_each_vector(x, num_in, [&](int64_t k, vfloat v) { store_encoded(encoding, out, k, v); });
+  if (encoding == Encoding::int16 || encoding == Encoding::int8)
+    encode_groups(x, num_in, out, activations.scale + row * num_scales(num_in));
+  else
+    for_each_vector(x, num_in, [&](int64_t k, vfloat v) { store_encoded(encoding, out, k, v); });
   // Zero weights stand beyond num_in: any finite activation will do, and stale bytes may not be finite.
   if (whole * bytes < activations.stride)
     __builtin_memset(out + whole * bytes, 0, static_cast<size_t>(activations.stride - whole * bytes));

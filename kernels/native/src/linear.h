@@ -16,12 +16,27 @@ namespace remora {
 struct Activations {
   uint8_t* data;
   int64_t stride;  // bytes
-  float* scale;    // [rows][num_scales(num_in)], only where weights are int8 or int4
+  float* scale;    // [rows][num_scales(num_in)], only where weights are int8 or int4: see linear_grouped.h
 };
 constexpr int64_t ACTIVATION_SPARE_ROWS = 32;
 
-// Floats beside a row of int16: scale and scaled sum of each group.
-inline int64_t num_scales(int64_t num_in) { return 2 * num_groups(num_in); }
+// Beside weights of int8 or int4, activations have codes in groups of INPUT_GROUP like them.
+struct GroupScale {
+  float scale, scaled_sum;  // the sum of the group's values, as encoded
+  int32_t offset;           // what weights that are read as code + 128 make too much, negative
+};
+// The second term of a group of int8 codes that stands out in its row: value = code * scale, added to the first.
+struct Remainder {
+  int32_t group;
+  float scale;
+  int32_t offset;
+  int8_t codes[INPUT_GROUP];
+};
+
+// Floats beside a row of codes: a GroupScale for each group, the number of remainders, and room for them.
+inline int64_t num_scales(int64_t num_in) {
+  return num_groups(num_in) * static_cast<int64_t>((sizeof(GroupScale) + sizeof(Remainder)) / sizeof(float)) + 1;
+}
 
 struct LinearOutput {
   enum class Kind {
@@ -42,7 +57,7 @@ namespace REMORA_LEVEL {
 // Bytes from row to row: an odd number of cache lines, so that the rows of a tile do not share cache sets.
 int64_t activation_stride(Dtype weights, int64_t num_in);
 
-// Writes row `row` of `activations`: fp32 as it is, rounded to bf16, or as encode_int16 has it (linear_grouped.h).
+// Writes row `row` of `activations`: fp32 as it is, rounded to bf16, or as encode_groups has it (linear_grouped.h).
 // Columns up to the padded width become zero.
 void encode_row(Dtype weights, const float* x, int64_t num_in, const Activations& activations, int64_t row);
 

@@ -6,6 +6,8 @@
 #include "simd.h"
 
 namespace remora::REMORA_LEVEL {
+
+#if !REMORA_TILES
 namespace {
 
 template <class Product, bool MINIMUM>
@@ -46,39 +48,22 @@ void multiply(const PackedLinear& weights, const Activations& activations, int64
                       MINIMUM ? weights.minimum + column : nullptr, groups, tile + b * BLOCK_COLUMNS,
                       prefetch});
         }
-        for (int64_t row = first; row < last; ++row)
-          finish_row(weights, output, row, panel, tile + (row - first) * PANEL_COLUMNS);
+        for (int64_t row = first; row < last; ++row) {
+          float* sums = tile + (row - first) * PANEL_COLUMNS;
+#if REMORA_VNNI
+          const Remainders more = remainders_of(activations.scale + row * num_scales(weights.num_in), groups);
+          if (*more.count > 0)
+            add_remainders<Product>(more.terms, *more.count, data, panel_bytes / 2,
+                                    weights.scale + panel * groups * PANEL_COLUMNS, sums);
+#endif
+          finish_row(weights, output, row, panel, sums);
+        }
       }
     }
   }
 }
 
 }  // namespace
-
-void encode_int16(const float* x, int64_t num_in, uint8_t* out, float* scales) {
-  for (int64_t k = 0; k < num_in; k += INPUT_GROUP, scales += 2) {
-    const int64_t count = num_in - k < INPUT_GROUP ? num_in - k : INPUT_GROUP;
-    vfloat largest = {}, poison = {};
-    for_each_vector(x + k, count, [&](int64_t, vfloat v) {
-      largest = max(largest, abs(v));
-      poison += v - v;  // NaN where v is not finite
-    });
-    const float scale = max(largest) / 32767.0f;
-    const vfloat inverse = splat(scale > 0x1p-120f ? 1.0f / scale : 0.0f);
-    vint total = {};
-    for_each_vector(x + k, count, [&](int64_t i, vfloat v) {
-      const vint values = round_to_int(v * inverse);
-      typedef int16_t vhalf_ints __attribute__((vector_size(REMORA_VECTOR_BYTES / 2), may_alias));
-      store_as(reinterpret_cast<int16_t*>(out) + k + i, __builtin_convertvector(values, vhalf_ints));
-      total += values;
-    });
-    int32_t lanes[LANES], sum_of_values = 0;
-    store_as(lanes, total);
-    for (int lane = 0; lane < LANES; ++lane) sum_of_values += lanes[lane];
-    scales[0] = scale + sum(poison);
-    scales[1] = static_cast<float>(sum_of_values) * scales[0];
-  }
-}
 
 void linear_grouped(const PackedLinear& weights, const Activations& activations, int64_t num_rows,
                     const LinearOutput& output, Range panels) {
@@ -88,7 +73,7 @@ void linear_grouped(const PackedLinear& weights, const Activations& activations,
   CHOICES[weights.dtype == Dtype::int4][weights.minimum != nullptr](weights, activations, num_rows, output, panels);
 }
 
-#if REMORA_TILES
+#else
 void widen_panel(const PackedLinear& weights, int64_t panel, uint8_t* out) {
   static_assert(LANES == BLOCK_COLUMNS, "a vector is a line");
   const int64_t groups = num_groups(weights.num_in), block_bytes = weights.panel_bytes() / 2;
@@ -104,9 +89,10 @@ void widen_panel(const PackedLinear& weights, int64_t panel, uint8_t* out) {
       for (int64_t pair = 0; pair < INPUT_GROUP / 2; ++pair, out += LINE_BYTES) {
         const int part = static_cast<int>(pair % pairs_per_line);
         const vint raw = load_as<vint>(line);
-        // Code 2p is the field at `low` bits, code 2p + 1 the one 16 bits above it.
-        const vint even = is_int8 ? (raw << (24 - 8 * part)) >> 24 : (raw >> (4 * part)) & 15;
-        const vint odd = is_int8 ? (raw << (8 - 8 * part)) >> 24 : (raw >> (4 * part + 16)) & 15;
+        // Code 2p stands at this bit, code 2p + 1 in the next byte.
+        const int bit = 16 * (part % 2) + 4 * (part / 2);
+        const vint even = is_int8 ? (raw << (24 - bit)) >> 24 : (raw >> bit) & 15;
+        const vint odd = is_int8 ? (raw << (16 - bit)) >> 24 : (raw >> (bit + 8)) & 15;
         const vuint low = round_bf16(fma(__builtin_convertvector(even, vfloat), scale, minimum)) >> 16;
         const vuint high = round_bf16(fma(__builtin_convertvector(odd, vfloat), scale, minimum));
         store_as(out, low | high);

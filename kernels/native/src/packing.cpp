@@ -153,7 +153,7 @@ void pack_grouped(const PackedLinear& packed, ColumnOrder order, const GroupedSo
       for (int64_t i = 0; i < per_cell && from >= 0; ++i) {
         const int64_t k = cell * per_cell + i;
         const uint32_t code = k < packed.num_in ? static_cast<uint32_t>(codes[k]) & ((1u << bits) - 1) : 0;
-        value |= code << (bits * (i / 2) + 16 * (i % 2));
+        value |= code << (8 * (i % 4) + 4 * (i / 4));
       }
       cells[cell * BLOCK_COLUMNS] = value;
     }

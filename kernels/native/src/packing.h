@@ -3,10 +3,10 @@
 // Output columns come in panels of 32, two blocks of 16. Inside a block, k ascends:
 //   fp32  [block][k][16]            bf16  [block][k / 2][16][2]            int8  [block][k / 4][16][4]
 //   int4  [block][k / 8][16][4 bytes]
-// The bf16 order is that of AMX tiles (16 rows of 64 bytes) and of VDPBF16PS. Four int8 of a column stand in the order
-// k0 k2 k1 k3, eight int4 as nibble p of the lower 16 bits for k 2p and of the upper ones for k 2p + 1: shifts of
-// 16-bit lanes then give neighbouring inputs as pairs. int8 and int4 have a scale, and maybe a minimum, for every
-// column and INPUT_GROUP inputs: weight = code * scale + minimum, with codes -128..127 or 0..15.
+// The bf16 order is that of AMX tiles (16 rows of 64 bytes) and of VDPBF16PS, the int8 order that of VPDPBUSD. Of eight
+// int4 of a column the first four are the lower halves of the 4 bytes, the others the upper ones. int8 and int4 have a
+// scale, and maybe a minimum, for every column and INPUT_GROUP inputs: weight = code * scale + minimum, with codes
+// -128..127 or 0..15.
 // N is padded to whole panels and K to K_UNIT values with zeros.
 #pragma once
 #include "remora.h"
@@ -17,7 +17,7 @@ namespace remora {
 // Packed weights are kept on disk and mapped by other processes. Whoever changes what bytes a model is packed into, here
 // or in kernels/grouped.py, counts this up, so that older ones are packed anew. tests/kernels/test_packed_weights.py
 // fails when it is forgotten.
-constexpr int32_t PACKING_VERSION = 1;
+constexpr int32_t PACKING_VERSION = 2;
 
 constexpr int64_t BLOCK_COLUMNS = 16, PANEL_COLUMNS = 32;
 

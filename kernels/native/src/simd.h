@@ -78,20 +78,34 @@ REMORA_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 REMORA_INLINE vfloat min(vfloat a, vfloat b) { return a < b ? a : b; }
 REMORA_INLINE vfloat abs(vfloat a) { return (vfloat)((vuint)a & 0x7fffffffu); }
 
-// Sum and maximum of all lanes in a fixed tree order.
+// Lane i of the result is lane (i + BY) % LANES.
+template <int BY, class V>
+REMORA_INLINE V rotate_lanes(V v) {
+#if REMORA_VECTOR_BYTES == 64
+  return __builtin_shufflevector(v, v, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7, BY + 8, BY + 9,
+                                 BY + 10, BY + 11, BY + 12, BY + 13, BY + 14, BY + 15);
+#elif REMORA_VECTOR_BYTES == 32
+  return __builtin_shufflevector(v, v, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7);
+#else
+  return __builtin_shufflevector(v, v, BY, BY + 1, BY + 2, BY + 3);
+#endif
+}
+
+// All lanes joined in a fixed tree order: halves first.
+template <int HALF = LANES / 2, class V, class Join>
+REMORA_INLINE auto fold(V v, const Join& join) {
+  const V joined = join(v, rotate_lanes<HALF>(v));
+  if constexpr (HALF > 1) return fold<HALF / 2>(joined, join);
+  else return joined[0];
+}
 REMORA_INLINE float sum(vfloat v) {
-  float x[LANES];
-  store(x, v);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
-  return x[0];
+  return fold(v, [](vfloat a, vfloat b) { return a + b; });
+}
+REMORA_INLINE int32_t sum(vint v) {
+  return fold(v, [](vint a, vint b) { return a + b; });
 }
 REMORA_INLINE float max(vfloat v) {
-  float x[LANES];
-  store(x, v);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
-  return x[0];
+  return fold(v, [](vfloat a, vfloat b) { return max(a, b); });
 }
 
 // bf16 is the upper half of fp32; rounding is to nearest even, NaN stays NaN.
