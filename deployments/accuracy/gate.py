@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
@@ -27,6 +28,8 @@ _WEIGHT_BARS = {"fp32": 0.0, "bf16": 0.0, "int8": 0.01, "int4": 0.03}
 _SMALLEST_BAR = 0.001
 #: What KV of another model may cost: as much as weights of eight bits.
 _ADOPTED_BAR = 0.01
+#: Of products with quantised weights; changes when they come to round otherwise.
+ARITHMETIC: Final = 2
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +60,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     has_passed: bool
     #: Decoder that was measured; results differ in the last bits between processors.
     decoder: str
+    #: Verdicts on another ARITHMETIC, or from before it had a number, say nothing of this one: they cannot be read.
+    arithmetic: Literal[2]
     #: The model whose KV it went on behind; "": its own.
     kv_of: str = ""
 

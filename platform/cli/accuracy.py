@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from remora.deployments.accuracy.gate import Verdict, VerdictStore, adopted_bars, bars_of, has_passed
+from remora.deployments.accuracy.gate import ARITHMETIC, Verdict, VerdictStore, adopted_bars, bars_of, has_passed
 from remora.deployments.accuracy.measure import Accuracy, measure, measure_adopted, own_text, text_id
 from remora.deployments.models.compatible import check_compatible
 from remora.deployments.models.load import load_model, read_kv_identity
@@ -80,6 +80,7 @@ def accuracy(
         bars, reference = adopted_bars(), f"{model.name} behind its own KV"
         result = measure_adopted(partial(_load, other, device), load_measured, text)
     verdict = Verdict(
+        arithmetic=ARITHMETIC,
         model=model.name,
         weights=model.weights,
         k_precision=k_precision,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from remora.deployments.accuracy.gate import Bars, Verdict, VerdictStore
+from remora.deployments.accuracy.gate import ARITHMETIC, Bars, Verdict, VerdictStore
 from remora.kernels.native.weight_memory import shared_memory_is_fast
 from remora.platform.cli.processes import command_of, marked_processes
 
@@ -164,6 +164,7 @@ def test_a_namespace_gets_another_kv_precision_while_a_request_runs(platform: An
     text, num_cached = say(max_tokens=64)
     assert (text, num_cached > 0) == (before, True), "what was cached in bf16 is found again"
     verdict = Verdict(
+        arithmetic=ARITHMETIC,
         model="smollm2-int8", weights="int8", k_precision="int4", v_precision="int4", reference="r", text="t",
         num_tokens=100, reference_perplexity=10.0, perplexity=12.0, kl_divergence=1.0, top1_agreement=0.5,
         bars=Bars(max_perplexity_change=0.04), has_passed=False, decoder="d",

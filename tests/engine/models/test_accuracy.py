@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from model_support import save_tiny
 from numpy.typing import NDArray
 
-from remora.deployments.accuracy.gate import Bars, Verdict, VerdictStore, bars_of, check_gate, has_passed
+from remora.deployments.accuracy.gate import ARITHMETIC, Bars, Verdict, VerdictStore, bars_of, check_gate, has_passed
 from remora.deployments.accuracy.measure import Accuracy, measure, own_text, text_id
 from remora.deployments.models.canonical_weights import CanonicalWeights
 from remora.deployments.models.hf_config import decoder_spec, read_config
@@ -122,6 +122,7 @@ def test_bars_are_those_of_the_coarser_precision_and_nan_passes_none() -> None:
 
 def verdict(*, passed: bool) -> Verdict:
     return Verdict(
+        arithmetic=ARITHMETIC,
         model="m",
         weights="bf16",
         k_precision="int4",
@@ -158,7 +159,10 @@ def test_a_precision_that_failed_is_refused_unless_forced(tmp_path: Path, caplog
     assert "it is used because that is forced" in caplog.text
     store.save(loaded.fingerprint, verdict(passed=True))
     check_gate(model, loaded.geometry, loaded.fingerprint, state)
-    store.path(loaded.fingerprint).write_text("{")
+    file = store.path(loaded.fingerprint)
+    file.write_text(file.read_text().replace(f'"arithmetic": {ARITHMETIC}', '"arithmetic": 1'))
+    assert store.load(loaded.fingerprint) is None, "kernels that rounded otherwise were measured"
+    file.write_text("{")
     assert store.load(loaded.fingerprint) is None
     other = load(folder, kv_precision="int8", weights="bf16")
     assert store.load(other.fingerprint) is None, "another precision is another model"
