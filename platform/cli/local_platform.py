@@ -96,7 +96,9 @@ class LocalPlatform:
             self._deploy()
             self._await_ready()
         except RayError as error:
-            raise StartFailed(f"Ray failed while the platform was starting: {_first_line(error)}") from error
+            # An actor's error is its traceback: what happened stands at the end.
+            cause = str(error).strip().rpartition("\n")[2]
+            raise StartFailed(f"Ray failed while the platform was starting: {cause}") from error
         self._settle_stale_files()
         self._set_status("ready")
 

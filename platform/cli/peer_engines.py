@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from remora.platform.base.errors import RemoraError
+from remora.platform.base.ports import free_ports
 from remora.platform.cli.peer_rows import Case, PeerModel
 
 _START_TIMEOUT_S = 900.0
@@ -162,17 +162,11 @@ class LlamaEngine:
 def llama_server(
     tools: Path, file: str, flash_attention: str, *, num_slots: int
 ) -> contextlib.AbstractContextManager[str]:
-    port = free_port()
+    (port,) = free_ports(1)
     command = [str(tools / "llama-server"), "-m", file, "--host", "127.0.0.1", "--port", str(port)]
     command += ["-c", str(max(4096, 256 * num_slots)), "-np", str(num_slots), "-t", str(num_cores())]
     command += ["-fa", flash_attention, "--no-warmup", "--alias", "peer"]
     return serving(f"llama-server {file} -fa {flash_attention}", command, {}, port)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

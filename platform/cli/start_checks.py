@@ -17,6 +17,7 @@ from remora.kernels.base import DecoderShape
 from remora.platform.base.config import HttpConfig, RemoraConfig
 from remora.platform.base.errors import ConfigError, ModelError
 from remora.platform.base.model_config import ModelConfig
+from remora.platform.base.ports import free_ports
 from remora.platform.base.sql_state_store import check_database_url
 from remora.platform.base.state_store import database_url_of
 from remora.platform.cli.progress import size_text
@@ -103,16 +104,18 @@ def choose_port(http: HttpConfig, port: int | None) -> int:
     """
     wanted = http.port if port is None else port
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        if wanted == 0:
+            return free_ports(1, http.host)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((http.host, wanted))
-        except OSError as error:
-            raise ConfigError(
-                f"http.port: {wanted} on {http.host} cannot be used ({error.strerror}); choose another with --port or "
-                "http.port, or --port 0 for any free one"
-            ) from None
-        return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(
+            f"http.port: {wanted} on {http.host} cannot be used ({error.strerror}); choose another with --port or "
+            "http.port, or --port 0 for any free one"
+        ) from None
+    return wanted
 
 
 def read_spec(model: ModelConfig, *, with_weights: bool = True) -> ModelSpec | None:

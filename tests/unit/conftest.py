@@ -7,7 +7,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import OperationalError
 
+from remora.platform.base.ports import free_ports
 from remora.platform.base.state_store import default_database_url
 
 
@@ -35,9 +35,7 @@ class PostgresServer:
             nobody = pwd.getpwnam("nobody")
             os.chown(self._folder, nobody.pw_uid, nobody.pw_gid)
             self._owner = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": ()}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = int(probe.getsockname()[1])
+        (self._port,) = free_ports(1)
         self._numbers = itertools.count(1)
         self._process: subprocess.Popen[bytes] | None = None
         self._run("initdb", "--no-sync", "--auth=trust", "--username=remora", "--encoding=UTF8", "--locale=C")

@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import yaml
 from remora.cache_actors.stale_files import remove_stale
 from remora.platform.base import paths
 from remora.platform.base.local_ray import new_temp_dir, stop_local_ray
+from remora.platform.base.ports import free_ports
 from remora.platform.cli.processes import kill_marked
 
 helm_python = pytest.importorskip("helm_python", reason="needs helm-python-sdk, which exists for x86-64 only")
@@ -51,14 +50,6 @@ VALUES: dict[str, Any] = {
         }
     ],
 }
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class ChartOnRay:

