@@ -10,11 +10,13 @@ requests share a prefix; `ignore_eos` makes every answer as long as asked for. T
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -139,6 +141,15 @@ def asks_of(plan: LoadPlan) -> list[Ask]:
     ]
 
 
+async def _post(session: aiohttp.ClientSession, plan: LoadPlan, body: dict[str, Any]) -> aiohttp.ClientResponse:
+    """Tries again where a server has closed a kept connection while the request was on its way: with each of those that
+    are kept that can happen once."""
+    for _ in range(plan.num_clients):
+        with contextlib.suppress(aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await session.post(f"{plan.url}/v1/completions", json=body)
+    return await session.post(f"{plan.url}/v1/completions", json=body)
+
+
 async def _one_request(session: aiohttp.ClientSession, plan: LoadPlan, ask: Ask, result: LoadResult) -> None:
     body = {
         "model": plan.model,
@@ -152,7 +163,7 @@ async def _one_request(session: aiohttp.ClientSession, plan: LoadPlan, ask: Ask,
     sent_s = time.perf_counter()
     chunk_times_s: list[float] = []
     num_tokens: int | None = None
-    async with session.post(f"{plan.url}/v1/completions", json=body) as response:
+    async with await _post(session, plan, body) as response:
         if response.status != 200:
             raise LoadFailed(f"{response.status}: {(await response.text())[:300]}")
         async for line in response.content:
