@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def measure(num_threads: int) -> dict[str, float]:
             fill(batch, shape.vocab_size, num_rows)
             rates = calibrate()
             repeats = REPEATS // 8 if num_rows == PREFILL_TOKENS else REPEATS
-            taken_s = min(time_steps(decoder, batch, memory, repeats)) / 1e3
+            taken_s = min(time_steps(decoder, batch, memory, repeats, time.perf_counter)) / 1e3
             name = "prefill 512" if num_rows == PREFILL_TOKENS else f"decode {num_rows}"
             shares[f"{precision} {name}"] = round(floor_s(shape, num_rows, rates) / taken_s, 3)
     return shares
