@@ -133,6 +133,15 @@ def _config(state_dir: Path, otlp_endpoint: str) -> RemoraConfig:
     )
 
 
+def await_unreferenced_stages(platform: Any, client: httpx.Client) -> None:
+    """`client` asks the application that has the stages."""
+    platform.eventually(
+        lambda: all(not pool["num_referenced_blocks"] for pool in client.get("/v1/pools").json()["data"]),
+        30,
+        what="no block is referenced in any stage's pool",
+    )
+
+
 def end_actors(cluster_name: str) -> None:
     """Ends what outlives Serve, and removes packed weights, which outlive all; raises if a pool is not in order."""
     import ray

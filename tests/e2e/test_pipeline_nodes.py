@@ -49,7 +49,7 @@ class Split(NamedTuple):
 @pytest.fixture
 def split(platform: Any, tmp_path: Path) -> Iterator[Split]:
     from ray import serve
-    from tests.e2e.conftest import end_actors
+    from tests.e2e.conftest import await_unreferenced_stages, end_actors
 
     from remora.cache_actors.stale_files import remove_stale
     from remora.platform.app import build_app
@@ -103,11 +103,7 @@ def split(platform: Any, tmp_path: Path) -> Iterator[Split]:
             nodes.add(**OTHER)
             platform.eventually(lambda: client.get("/ready").status_code == 200, 120, what="ready")
             yield Split(client, nodes)
-            platform.eventually(
-                lambda: all(not pool["num_referenced_blocks"] for pool in client.get("/v1/pools").json()["data"]),
-                30,
-                what="no block is referenced in any stage's pool",
-            )
+            await_unreferenced_stages(platform, client)
     finally:
         serve.delete("stage-nodes")
         try:

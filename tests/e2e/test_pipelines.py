@@ -28,7 +28,7 @@ PROMPTS = [
 @pytest.fixture
 def split(platform: Any, tmp_path: Path) -> Iterator[httpx.Client]:
     from ray import serve
-    from tests.e2e.conftest import end_actors
+    from tests.e2e.conftest import await_unreferenced_stages, end_actors
 
     from remora.platform.app import build_app
 
@@ -49,11 +49,7 @@ def split(platform: Any, tmp_path: Path) -> Iterator[httpx.Client]:
         with httpx.Client(base_url=f"{platform.url}/stages", timeout=120) as client:
             platform.eventually(lambda: client.get("/ready").status_code == 200, 120, what="ready")
             yield client
-            platform.eventually(
-                lambda: all(not pool["num_referenced_blocks"] for pool in client.get("/v1/pools").json()["data"]),
-                30,
-                what="no block is referenced in any stage's pool",
-            )
+            await_unreferenced_stages(platform, client)
     finally:
         serve.delete("stages")
         end_actors(CLUSTER)

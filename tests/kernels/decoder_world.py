@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
-from remora.kernels.base import Decoder, DecoderShape
+from remora.kernels.base import Decoder, DecoderShape, KVMemory
 from remora.kernels.batch import StepBatch
 from remora.namespaces.geometry import KVGeometry, LayerGroup
+from remora.platform.base.errors import KernelError
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -98,3 +100,35 @@ def run(decoder: Decoder, memory: Memory, tokens: Int32, blocks: Int32, ends: li
 
 def random_tokens(shape: DecoderShape, count: int, seed: int = 0) -> Int32:
     return np.random.default_rng(seed).integers(0, shape.vocab_size, count).astype(np.int32)
+
+
+def assert_bad_steps_are_refused(
+    decoder: Decoder, memory: KVMemory, other_memory: KVMemory, batch: StepBatch, *, times: int = 1
+) -> None:
+    """Steps that a decoder of LLAMA cannot run. `memory` has 4 blocks of 16 tokens, `other_memory` another geometry;
+    `times`: how often each step with wrong numbers is tried."""
+    for tokens, blocks, message in [([5] * 17, [1, 4], "block 4"), ([5], [-1], "block -1"), ([211], [0], "vocabulary")]:
+        for _ in range(times):
+            batch.clear()
+            batch.add([1], first_position=0, blocks=[0])
+            batch.add(tokens, first_position=0, blocks=blocks)
+            with pytest.raises(KernelError, match=message):
+                decoder.forward(batch, memory)
+    for spoil, message in [
+        (lambda: batch.positions_T.__setitem__(1, 7), "positions"),
+        (lambda: batch.logit_rows_R.__setitem__(0, 2), "logit row"),
+        (lambda: batch.context_len_S.__setitem__(1, 40), "positions"),
+        (lambda: batch.query_start_S.__setitem__(2, 1), "query_start"),
+    ]:
+        batch.clear()
+        batch.add([1], first_position=0, blocks=[0])
+        batch.add([2], first_position=0, blocks=[1])
+        spoil()
+        with pytest.raises(KernelError, match=message):
+            decoder.forward(batch, memory)
+    batch.clear()
+    with pytest.raises(KernelError, match="without tokens"):
+        decoder.forward(batch, memory)
+    batch.add([1], first_position=0, blocks=[0])
+    with pytest.raises(KernelError, match="geometry"):
+        decoder.forward(batch, other_memory)

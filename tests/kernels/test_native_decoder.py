@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoder_world import LLAMA, Memory, make_geometry, make_weights, random_tokens, run
+from decoder_world import LLAMA, Memory, assert_bad_steps_are_refused, make_geometry, make_weights, random_tokens, run
 
 from remora.kernels.base import DecoderShape, WeightPrecision
 from remora.kernels.batch import StepBatch
@@ -155,30 +155,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(own_build: Non
     decoder = make_native(LLAMA)
     memory = Memory(make_geometry(LLAMA), 4)
     batch = StepBatch(max_tokens=32, max_sequences=2, max_blocks=2)
-    for tokens, blocks, message in [([5] * 17, [1, 4], "block 4"), ([5], [-1], "block -1"), ([211], [0], "vocabulary")]:
-        batch.clear()
-        batch.add([1], first_position=0, blocks=[0])
-        batch.add(tokens, first_position=0, blocks=blocks)
-        with pytest.raises(KernelError, match=message):
-            decoder.forward(batch, memory)
-    for spoil, message in [
-        (lambda: batch.positions_T.__setitem__(1, 7), "positions"),
-        (lambda: batch.logit_rows_R.__setitem__(0, 2), "logit row"),
-        (lambda: batch.context_len_S.__setitem__(1, 40), "positions"),
-        (lambda: batch.query_start_S.__setitem__(2, 1), "query_start"),
-    ]:
-        batch.clear()
-        batch.add([1], first_position=0, blocks=[0])
-        batch.add([2], first_position=0, blocks=[1])
-        spoil()
-        with pytest.raises(KernelError, match=message):
-            decoder.forward(batch, memory)
-    batch.clear()
-    with pytest.raises(KernelError, match="without tokens"):
-        decoder.forward(batch, memory)
-    batch.add([1], first_position=0, blocks=[0])
-    with pytest.raises(KernelError, match="geometry"):
-        decoder.forward(batch, Memory(make_geometry(LLAMA, block_tokens=32), 4))
+    assert_bad_steps_are_refused(decoder, memory, Memory(make_geometry(LLAMA, block_tokens=32), 4), batch)
     assert (memory.data == 0xFF).all()
 
 

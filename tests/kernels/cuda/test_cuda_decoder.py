@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoder_world import LLAMA, Float32, Int32, Memory, make_geometry, make_weights, random_tokens, run
+from decoder_world import (
+    LLAMA,
+    Float32,
+    Int32,
+    Memory,
+    assert_bad_steps_are_refused,
+    make_geometry,
+    make_weights,
+    random_tokens,
+    run,
+)
 from hf_world import expected_logits, make_model, shape_and_weights
 from pipeline_world import NUM_BLOCKS, make_native, pipeline
 
@@ -217,31 +227,9 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(runtime: Runti
     decoder = make_cuda(runtime)
     memory = DeviceMemory(runtime, make_geometry(LLAMA), 4)
     batch = StepBatch(max_tokens=32, max_sequences=2, max_blocks=2)
-    for tokens, blocks, message in [([5] * 17, [1, 4], "block 4"), ([5], [-1], "block -1"), ([211], [0], "vocabulary")]:
-        for _ in range(3):
-            batch.clear()
-            batch.add([1], first_position=0, blocks=[0])
-            batch.add(tokens, first_position=0, blocks=blocks)
-            with pytest.raises(KernelError, match=message):
-                decoder.forward(batch, memory)
-    for spoil, message in [
-        (lambda: batch.positions_T.__setitem__(1, 7), "positions"),
-        (lambda: batch.logit_rows_R.__setitem__(0, 2), "logit row"),
-        (lambda: batch.context_len_S.__setitem__(1, 40), "positions"),
-        (lambda: batch.query_start_S.__setitem__(2, 1), "query_start"),
-    ]:
-        batch.clear()
-        batch.add([1], first_position=0, blocks=[0])
-        batch.add([2], first_position=0, blocks=[1])
-        spoil()
-        with pytest.raises(KernelError, match=message):
-            decoder.forward(batch, memory)
-    batch.clear()
-    with pytest.raises(KernelError, match="without tokens"):
-        decoder.forward(batch, memory)
-    batch.add([1], first_position=0, blocks=[0])
-    with pytest.raises(KernelError, match="geometry"):
-        decoder.forward(batch, DeviceMemory(runtime, make_geometry(LLAMA, block_tokens=32), 4))
+    other_memory = DeviceMemory(runtime, make_geometry(LLAMA, block_tokens=32), 4)
+    # Launched, captured, replayed.
+    assert_bad_steps_are_refused(decoder, memory, other_memory, batch, times=3)
     with pytest.raises(KernelError, match="hidden states"):
         decoder.forward_stage(batch, memory, np.zeros((1, 90), np.float32))
     assert set(memory.bytes()) == {0xFF}
