@@ -11,6 +11,8 @@ occupied block could earn at most (Gittins' index; Beckmann et al., "LHD", NSDI 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 #: Two age buckets an octave: bucket b holds ages from _FIRST_AGES[b] to _FIRST_AGES[b + 1] - 1.
@@ -53,6 +55,14 @@ class _State(msgspec.Struct, array_like=True):
     classes: dict[int, _Class] = {}
 
 
+class _Learnt(NamedTuple):
+    """What a tick found, by class in ascending order: sums of floats depend on it."""
+
+    returns: dict[int, list[float]]
+    exposure: dict[int, list[float]]
+    capacity: int
+
+
 class ReuseModel:
     """Observes releases, returns and departures of blocks; `tick` learns from them.
 
@@ -61,6 +71,8 @@ class ReuseModel:
 
     def __init__(self) -> None:
         self._state = _State()
+        #: Of the last tick, until somebody asks what it says: most ticks of a cache that is not full are never asked.
+        self._learnt: _Learnt | None = None
 
     @property
     def next_tick(self) -> int:
@@ -89,7 +101,8 @@ class ReuseModel:
         self._state.classes[rank].returns[age_bucket(age)] += 1.0
 
     def worth(self, rank: int, age: int) -> float:
-        """Returns per block and release."""
+        """Returns per block and release, as of the last tick."""
+        self._weigh()
         return self._state.classes[rank].worth[age_bucket(age)]
 
     def tick(self, now: int, capacity: int) -> None:
@@ -101,11 +114,23 @@ class ReuseModel:
         state.next_tick = now + state.epoch_length
         for each in state.classes.values():
             self._observe(each, now)
+        self._learnt = _Learnt(
+            {rank: list(each.returns) for rank, each in sorted(state.classes.items())},
+            {rank: list(each.exposure) for rank, each in sorted(state.classes.items())},
+            capacity,
+        )
+
+    def _weigh(self) -> None:
+        """Makes worth of what the last tick found, if that is still to be done."""
+        if self._learnt is None:
+            return
+        returns, exposure, capacity = self._learnt
+        self._learnt = None
         prior_blocks = min(_MAX_PRIOR_BLOCKS, _PRIOR_SHARE * capacity)
-        common = self._common_rates(capacity, prior_blocks)
-        for each in state.classes.values():
-            if each.cohorts:
-                each.worth = _best_ratios(_smooth(each.returns, each.exposure, common, prior_blocks), 4 * capacity)
+        common = _common_rates(list(returns.values()), list(exposure.values()), capacity, prior_blocks)
+        for rank in returns:
+            rates = _smooth(returns[rank], exposure[rank], common, prior_blocks)
+            self._state.classes[rank].worth = _best_ratios(rates, 4 * capacity)
 
     def _double_epochs(self) -> None:
         self._state.epoch_length *= 2
@@ -125,22 +150,9 @@ class ReuseModel:
             age = max(0, now - epoch * length - length // 2)
             each.exposure[age_bucket(age)] += num_blocks * length
 
-    def _common_rates(self, capacity: int, prior_blocks: float) -> list[float]:
-        """Rate of return of all classes together, by age."""
-        classes = [self._state.classes[rank] for rank in sorted(self._state.classes)]
-        returns = [sum(each.returns[bucket] for each in classes) for bucket in range(_NUM_BUCKETS)]
-        exposure = [sum(each.exposure[bucket] for each in classes) for bucket in range(_NUM_BUCKETS)]
-        rate = (sum(returns) + 1.0) / (sum(exposure) + max(1, capacity))
-        rates = []
-        for bucket in range(_NUM_BUCKETS):
-            prior = prior_blocks * _WIDTHS[bucket]
-            smoothed = (returns[bucket] + prior * rate) / (exposure[bucket] + prior)
-            rates.append(smoothed)
-            rate = smoothed if exposure[bucket] else rate * _SLOPE
-        return rates
-
     def dump(self) -> bytes:
         """Equal models give equal bytes."""
+        self._weigh()
         state = self._state
         classes = {}
         for rank, each in sorted(state.classes.items()):
@@ -149,6 +161,23 @@ class ReuseModel:
 
     def load(self, data: bytes) -> None:
         self._state = msgspec.msgpack.decode(data, type=_State)
+        self._learnt = None
+
+
+def _common_rates(
+    returns: list[list[float]], exposure: list[list[float]], capacity: int, prior_blocks: float
+) -> list[float]:
+    """Rate of return of all classes together, by age."""
+    all_returns = [sum(of_bucket) for of_bucket in zip(*returns, strict=True)]
+    all_exposure = [sum(of_bucket) for of_bucket in zip(*exposure, strict=True)]
+    rate = (sum(all_returns) + 1.0) / (sum(all_exposure) + max(1, capacity))
+    rates = []
+    for bucket in range(_NUM_BUCKETS):
+        prior = prior_blocks * _WIDTHS[bucket]
+        smoothed = (all_returns[bucket] + prior * rate) / (all_exposure[bucket] + prior)
+        rates.append(smoothed)
+        rate = smoothed if all_exposure[bucket] else rate * _SLOPE
+    return rates
 
 
 def _smooth(returns: list[float], exposure: list[float], common: list[float], prior_blocks: float) -> list[float]:
