@@ -30,14 +30,17 @@ def make_decoder(
 ) -> Decoder:
     """A decoder with these weights; the caller may drop them afterwards.
 
-    "auto" is the native one, or, with a warning, the torch reference where the native library is missing.
-    Raises KernelError when a back-end that was named is not there, or the shape is not served.
+    "auto" is the native one, or, with a warning, the torch reference where the native library is missing or cannot be
+    loaded. Raises KernelError when a back-end that was named is not there, or the shape is not served, and StaleLibrary
+    when the native library is of another version.
     """
     if backend != "reference":
-        from remora.kernels.native.library import load_library
+        from remora.kernels.native.library import StaleLibrary, load_library
 
         try:
             load_library()
+        except StaleLibrary:
+            raise
         except KernelError as error:
             if backend == "native":
                 raise

@@ -166,25 +166,35 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+class StaleLibrary(KernelError):
+    """The library was built from other sources than these: nobody should find out by how slow the reference is."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            f"native kernels in {path} are of another version of Remora ({what}); "
+            "rebuild them with `python -m remora.kernels.native.build`"
+        )
+
+
 class NativeLibrary:
     """The loaded library. Its functions appear under their C names on `functions`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises KernelError when the file is missing, cannot be loaded or is of another build of Remora."""
+        """Raises KernelError when the file cannot be loaded, StaleLibrary when it is of another version of Remora."""
         self.path = path
         try:
             self.functions = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelError(f"native kernels cannot be loaded from {path}: {error}") from error
+        try:
             for name, (result, arguments) in _SIGNATURES.items():
                 function = getattr(self.functions, name)
                 function.restype, function.argtypes = result, arguments
-        except (OSError, AttributeError) as error:
-            raise KernelError(f"native kernels cannot be loaded from {path}: {error}") from error
+        except AttributeError as error:
+            raise StaleLibrary(path, str(error)) from error
         version = int(self.functions.remora_interface_version())
         if version != _INTERFACE_VERSION:
-            raise KernelError(
-                f"native kernels in {path} have interface {version}, not {_INTERFACE_VERSION}; "
-                "rebuild them with `python -m remora.kernels.native.build`"
-            )
+            raise StaleLibrary(path, f"interface {version}, not {_INTERFACE_VERSION}")
 
     def error(self) -> KernelError:
         """What the last failed call of this thread says."""
@@ -228,7 +238,7 @@ def library_path() -> Path:
 
 
 def load_library() -> NativeLibrary:
-    """The library, loaded once per path and process. Raises KernelError when it cannot be loaded."""
+    """The library, loaded once per path and process. Raises KernelError when there is none, and as NativeLibrary does."""
     path = library_path()
     if path not in _loaded:
         if not path.exists():

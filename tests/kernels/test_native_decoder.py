@@ -17,7 +17,7 @@ from decoder_world import LLAMA, Memory, assert_bad_steps_are_refused, make_geom
 from remora.kernels.base import DecoderShape, WeightPrecision
 from remora.kernels.batch import StepBatch
 from remora.kernels.native.decoder import NativeDecoder
-from remora.kernels.native.library import LEVEL_VARIABLE, LIBRARY_VARIABLE
+from remora.kernels.native.library import LEVEL_VARIABLE, LIBRARY_VARIABLE, StaleLibrary
 from remora.kernels.reference.decoder import TorchDecoder
 from remora.kernels.registry import make_decoder
 from remora.platform.base.errors import KernelError
@@ -207,6 +207,14 @@ def test_the_registry_takes_native_kernels_or_warns(
     assert "remora.kernels.native.build" in caplog.text
     with pytest.raises(KernelError, match="nowhere"):
         make_decoder(LLAMA, weights, geometry, num_threads=1, backend="native")
+
+
+def test_a_library_of_another_version_is_refused(own_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import _ctypes  # a shared library without our functions
+
+    monkeypatch.setenv(LIBRARY_VARIABLE, _ctypes.__file__)
+    with pytest.raises(StaleLibrary, match=r"remora_.*rebuild them with `python -m remora.kernels.native.build`"):
+        make_decoder(LLAMA, make_weights(LLAMA), make_geometry(LLAMA), num_threads=1)
 
 
 def test_decoders_run_side_by_side_and_leave_no_thread(own_build: None) -> None:
