@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from module_file import load_module
+
 
 def emulated_tests(name: str, folder: str = "kernels/cuda") -> ModuleType:
     """The module `name` of a folder of tests."""
-    path = Path(__file__).parents[1] / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"remora_gpu_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_module(Path(__file__).parents[1] / folder / f"{name}.py", f"remora_gpu_{name}")
 
 
 def all_of(module: ModuleType, *fixtures: str) -> dict[str, Any]:

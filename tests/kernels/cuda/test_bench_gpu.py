@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
+from module_file import load_module
 
 from remora.kernels.cuda.host.emulator import HostDevice
 from remora.kernels.cuda.host.runtime import EmulatedRuntime
@@ -17,18 +15,8 @@ from remora.kernels.cuda.host.runtime import EmulatedRuntime
 _FOLDER = Path(__file__).parents[2] / "bench"
 
 
-def _module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"remora_{name}", _FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_gpu_benchmark_measures_every_operation(device: HostDevice) -> None:
-    bench_gpu = _module("bench_gpu")
+    bench_gpu = load_module(_FOLDER / "bench_gpu.py")
     sizes = bench_gpu.Sizes(
         num_sequences=2,
         context_len=64,
@@ -69,7 +57,7 @@ def test_the_gpu_benchmark_measures_every_operation(device: HostDevice) -> None:
 
 
 def test_the_gpu_benchmark_runs_the_decoder_launched_and_captured(runtime: EmulatedRuntime) -> None:
-    gpu_decoder = _module("gpu_decoder")
+    gpu_decoder = load_module(_FOLDER / "gpu_decoder.py")
     shape = replace(
         gpu_decoder.ONE_B, num_layers=1, hidden_size=96, intermediate_size=96, num_attention_heads=3, num_kv_heads=1,
         vocab_size=50,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
 import pytest
 from chart_support import CHART_DIR, VALUE_SETS, Render, replaced, values_of
+from module_file import load_module
 
 helm_python = pytest.importorskip("helm_python", reason="needs helm-python-sdk, which exists for x86-64 only")
 
@@ -131,11 +131,7 @@ def test_an_endpoint_beside_a_collector_fails(render: Render) -> None:
 
 
 def test_the_schema_of_the_configuration_is_that_of_the_code() -> None:
-    specification = importlib.util.spec_from_file_location("update_schema", CHART_DIR / "update_schema.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    module = load_module(CHART_DIR / "update_schema.py")
     text = (CHART_DIR / "values.schema.json").read_text()
     assert json.loads(module.updated(text)) == json.loads(text), "run: python helm/update_schema.py"
 
