@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from remora.kernels.cuda.host.runtime import EmulatedRuntime
+
+sys.path.append(str(Path(__file__).parent))
 
 # Set before any module of Remora is imported: nothing of a test is seen by, or mixed up with, a running platform.
 _SESSION_VARIABLE = "REMORA_TEST_SESSION"

@@ -238,7 +238,7 @@ def library_path() -> Path:
 
 
 def load_library() -> NativeLibrary:
-    """The library, loaded once per path and process. Raises KernelError when there is none, and as NativeLibrary does."""
+    """The library, loaded once per path and process. Raises KernelError if there is none, or as NativeLibrary does."""
     path = library_path()
     if path not in _loaded:
         if not path.exists():
