@@ -5,6 +5,8 @@ Needs a platform whose model has two replicas, in one pool or in two, for exampl
     remora up examples/two_replicas.yaml --port 8000        # or examples/two_pools.yaml
     python tests/bench/bench_moves.py --url http://127.0.0.1:8000 --moves 100 --tokens 2048
 
+or `--nodes`, which starts a platform on two nodes of this machine, a thread each, and ends it.
+
 Prints the pauses (from the freeze to the first token from the target) beside what they are promised by (design §8): one
 engine step, the copy of one block, and four round trips to an actor. All are taken in the same run: the step as the
 interval of tokens of the unmoved stream, the copy in this process, with both checksums, and the round trip as
@@ -19,13 +21,18 @@ import itertools
 import json
 import platform
 import statistics
+import sys
 import threading
 import time
 import zlib
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 CALLS = 50
 
@@ -37,6 +44,7 @@ class Streaming(threading.Thread):
         super().__init__(daemon=True)
         self.arrivals_s: list[float] = []
         self.error: str | None = None
+        self._is_enough = False
         self._url = url
         self._body = {
             "model": model,
@@ -52,11 +60,18 @@ class Streaming(threading.Thread):
     def run(self) -> None:
         with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=600) as response:
             for line in response.iter_lines():
+                if self._is_enough:
+                    return
                 if line.startswith("data: {"):
                     document = json.loads(line[6:])
                     if "error" in document:
                         self.error = document["error"]["message"]
                     self.arrivals_s.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Goes away, which cancels the turn."""
+        self._is_enough = True
+        self.join()
 
 
 def replicas(http: httpx.Client, model: str) -> list[dict[str, Any]]:
@@ -107,20 +122,13 @@ class Moving:
         return moved
 
     def end(self) -> None:
+        self.stream.end()
         self.http.delete(f"/v1/sessions/{self.session}")
-        self.stream.join(5)
         if self.stream.error is not None:
             print(f"the stream ended with: {self.stream.error}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--moves", type=int, default=100)
-    parser.add_argument("--sessions", type=int, default=1, help="over which the moves are spread")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the prompt")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> None:
     first: list[dict[str, Any]] = []
     later: list[dict[str, Any]] = []
     unmoved_s: list[float] = []
@@ -147,6 +155,8 @@ def main() -> None:
             moving.end()
     moves = first + later
     pools = "one pool" if cards[0]["pool_id"] == cards[1]["pool_id"] else "two pools"
+    if options.nodes:
+        pools = "two nodes"
     print(
         f"{platform.processor() or platform.machine()}, {pools}, {len(moves)} moves, {options.tokens} tokens and more"
     )
@@ -169,6 +179,27 @@ def main() -> None:
     promise_s = statistics.median(unmoved_s) + statistics.median(copies_s) + 4 * statistics.median(trips_s)
     ratio = statistics.median(rows["pause"]) / promise_s
     print(f"one step, one block copy and four round trips: {promise_s * 1e3:.1f} ms; pause / that: {ratio:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--moves", type=int, default=100)
+    parser.add_argument("--sessions", type=int, default=1, help="over which the moves are spread")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the prompt")
+    parser.add_argument("--nodes", action="store_true", help="on two nodes of its own")
+    options = parser.parse_args()
+    if options.nodes:
+        from two_nodes import two_nodes
+
+        own = two_nodes(max_model_len=8192)
+    else:
+        own = nullcontext()
+    with own as nodes:
+        if nodes is not None:
+            options.url = str(nodes.http.base_url).rstrip("/")
+        measure(options)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,15 @@ import os
 import secrets
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "cluster" / "nodes"))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench_tracing import interval
-from node_platform import MODEL, NodePlatform, node_platform
+from two_nodes import MODEL, NodePlatform, two_nodes
 
-from remora.platform.base.local_ray import new_temp_dir, start_local_ray, stop_local_ray
 from remora.platform.cli.processes import command_of, marked_processes
 
 _MARK = "REMORA_BENCH"
@@ -94,25 +90,19 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=64, help="tokens")
     options = parser.parse_args()
     mark = os.environ[_MARK] = secrets.token_hex(8)
-    temp_dir = new_temp_dir()
-    start_local_ray(temp_dir, namespace="bench", num_cpus=16, object_store_bytes=128 * 1024 * 1024)
     plain_s: list[float] = []
     added_s: list[float] = []
     added_to_copying_s: list[float] = []
-    try:
-        with tempfile.TemporaryDirectory() as folder, node_platform(Path(folder)) as nodes:
-            nodes.complete()
-            turns = Turns(nodes, mark, options)
-            least_s = max(turns.run(namespace)[1] for namespace in ("twice", "once"))
-            for round_no in range(options.rounds):
-                order = ("twice", "once") if round_no % 2 else ("once", "twice")
-                took = {namespace: turns.run(namespace, least_s)[0] for namespace in order}
-                plain_s.append(took["once"].all_s)
-                added_s.append(took["twice"].all_s - took["once"].all_s)
-                added_to_copying_s.append(took["twice"].copying_s - took["once"].copying_s)
-            copied = nodes.copies("twice")
-    finally:
-        stop_local_ray(temp_dir)
+    with two_nodes() as nodes:
+        turns = Turns(nodes, mark, options)
+        least_s = max(turns.run(namespace)[1] for namespace in ("twice", "once"))
+        for round_no in range(options.rounds):
+            order = ("twice", "once") if round_no % 2 else ("once", "twice")
+            took = {namespace: turns.run(namespace, least_s)[0] for namespace in order}
+            plain_s.append(took["once"].all_s)
+            added_s.append(took["twice"].all_s - took["once"].all_s)
+            added_to_copying_s.append(took["twice"].copying_s - took["once"].copying_s)
+        copied = nodes.copies("twice")
     request_s = statistics.fmean(plain_s)
     print(f"{options.prompt} tokens in, {options.output} out: {request_s * 1e3:.0f} ms of CPU a request without copies")
     for what, added in (("copies add", added_s), ("to pools and raylets alone", added_to_copying_s)):

@@ -1,4 +1,4 @@
-"""A platform whose model has its replicas on nodes of their own, which can be killed whole; for tests and a benchmark.
+"""A platform whose model has its replicas on nodes of their own, which can be killed whole; for tests and benchmarks.
 
 Router, registry and proxy are on the session's Ray; each further node is a raylet with a pool and a replica.
 """
@@ -76,7 +76,7 @@ class NodePlatform:
         self.eventually(lambda: {each["node"] for each in self.replicas()} == self.nodes.node_ids, 90, what="replicas")
 
 
-def _config(state_dir: Path) -> RemoraConfig:
+def _config(state_dir: Path, max_model_len: int) -> RemoraConfig:
     return parse_config(
         {
             "cluster": {"name": CLUSTER, "state_dir": str(state_dir), "debug": True},
@@ -90,7 +90,7 @@ def _config(state_dir: Path) -> RemoraConfig:
                     "node_resource": _RESOURCE,
                 }
             ],
-            "models": [{"name": MODEL, "source": SMOLLM2, "num_replicas": 2, "max_model_len": 2048}],
+            "models": [{"name": MODEL, "source": SMOLLM2, "num_replicas": 2, "max_model_len": max_model_len}],
             "namespaces": [
                 {"name": "twice", "model": MODEL, "kv_replicas": 2},
                 {"name": "once", "model": MODEL},
@@ -101,7 +101,7 @@ def _config(state_dir: Path) -> RemoraConfig:
 
 
 @contextmanager
-def node_platform(state_dir: Path) -> Iterator[NodePlatform]:
+def node_platform(state_dir: Path, *, max_model_len: int = 2048) -> Iterator[NodePlatform]:
     """On the Ray that this process has started; its further nodes come with `complete`."""
     from ray import serve
     from tests.e2e.conftest import end_actors
@@ -111,7 +111,7 @@ def node_platform(state_dir: Path) -> Iterator[NodePlatform]:
     from remora.platform import app
     from remora.platform.base import paths
 
-    config = _config(state_dir)
+    config = _config(state_dir, max_model_len)
     made = NodePlatform(config, state_dir)
     try:
         app.start_serve(config)
