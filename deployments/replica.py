@@ -165,6 +165,7 @@ class ModelReplica:
             config=EngineConfig(
                 max_num_seqs=self._model_config.max_num_seqs,
                 max_step_tokens=self._model_config.max_step_tokens,
+                prompt_share=self._model_config.prompt_share,
                 debug=config.cluster.debug,
             ),
             # One pool has only a part of a pipeline's blocks.

@@ -102,12 +102,14 @@ FindNamespace = Callable[[NamespaceId], EngineNamespace]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine's own settings; the first two come from ModelConfig."""
+    """The engine's own settings; the first three come from ModelConfig."""
 
     #: Sequences that one step computes at most.
     max_num_seqs: int = 32
     #: Tokens that one step computes at most.
     max_step_tokens: int = 512
+    #: Of the time of a step in which sequences decode, what prompts may take at most, one block apart; 1: all of it.
+    prompt_share: float = 0.75
     #: Blocks that a running sequence holds beyond its tokens, so that it need not wait for the pool.
     num_reserve_blocks: int = 1
     #: Least time between two publications of sealed blocks, ends of sequences apart.
@@ -126,6 +128,8 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_seqs and max_step_tokens must be positive, num_reserve_blocks not negative: {self}"
             )
+        if not 0 <= self.prompt_share <= 1:
+            raise ValueError(f"prompt_share must be in 0 .. 1: {self}")
 
 
 class HistogramStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -314,6 +314,8 @@ class Engine:
             return computed.forward_s
         if computed.failed:
             book.counters.num_failed_steps += 1
+        else:
+            self._scheduler.learn(computed.plan, computed.device_s)
         for sequence, error in computed.failed:
             book.fail(sequence, error)
         for sequence, num_tokens in computed.plan:

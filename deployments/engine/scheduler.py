@@ -1,6 +1,7 @@
 """What the next step computes and who may come in.
 
 There is no prefill and no decode phase: each running sequence catches up with its token log within the step's budget.
+Where some decode, those that catch up get less of it, so that tokens keep coming (`_prompt_budget`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from remora.deployments.engine.base import EngineConfig
+from remora.deployments.engine.prompt_turns import PromptTurns
 from remora.deployments.engine.sequence import Phase, Sequence
+from remora.deployments.engine.step_costs import StepCosts
 from remora.deployments.engine.waiting import WaitingQueue
 from remora.deployments.prefix_hints import PrefixHints
 from remora.platform.base.errors import IntegrityError
@@ -40,6 +43,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.admitting: set[Sequence] = set()
         self.parked: set[Sequence] = set()
+        self._costs = StepCosts()
+        self._prompt_turns = PromptTurns()
         self._turn_no = 0
 
     @property
@@ -111,7 +116,8 @@ class Scheduler:
     # ---- the step
 
     def plan_step(self) -> list[Scheduled]:
-        """Sequences at the end of their log first, one token each; then the others catch up with what is left.
+        """Sequences at the end of their log first, one token each; then the others catch up with what is left, or with
+        what `_prompt_budget` gives them beside those.
 
         Never more tokens or sequences than a batch holds. Sequences that wait for a block are left out. Where not all
         fit, those that waited longest go first, and one place stays for a sequence that catches up. With several lanes,
@@ -120,9 +126,12 @@ class Scheduler:
         config = self._config
         decoding: list[Sequence] = []
         behind: list[Sequence] = []
+        is_decoding = False
         for sequence in self.running:
             if sequence.num_free_slots > 0 and sequence.num_computable_tokens > 0:
                 (decoding if sequence.num_pending_tokens == 1 else behind).append(sequence)
+            elif sequence.num_flying_tokens and not sequence.num_pending_tokens:
+                is_decoding = True  # in a step under way, and behind this one next
         budget, places = config.max_step_tokens, config.max_num_seqs
         if self.num_lanes > 1:
             places = min(places, -(-len(self.running) // self.num_lanes))
@@ -131,17 +140,53 @@ class Scheduler:
             decoding = sorted(decoding, key=lambda item: item.last_turn_no)[:most]
         plan = [Scheduled(sequence, 1) for sequence in decoding]
         budget -= len(plan)
-        if len(behind) > 1:
-            behind.sort(key=lambda item: -item.priority)
+        if behind:
+            if decoding or is_decoding:
+                budget = min(budget, self._prompt_budget(behind[0].block_tokens))
+            self._prompt_turns.order(behind)
+            plan += self._catch_up(behind, budget, places - len(plan))
+        for sequence, _ in plan:
+            self._turn_no += 1
+            sequence.last_turn_no = self._turn_no
+        return plan
+
+    def learn(self, plan: list[Scheduled], step_s: float) -> None:
+        """Takes into account how long the device took for a step."""
+        num_decoding = sum(num_tokens == 1 for _, num_tokens in plan)
+        self._costs.observe(num_decoding, sum(num_tokens for _, num_tokens in plan) - num_decoding, step_s)
+
+    def _prompt_budget(self, block_tokens: int) -> int:
+        """Tokens that catch up in a step in which others decode: so many whole blocks, at least one, that they take no
+        more than `prompt_share` of it, if all that are here, waiting ones included, decoded in it.
+
+        So the longest time between two tokens is a multiple of that between tokens of a full batch, also while few
+        decode; the more wait, the more of a step is theirs, and alone a step of few sequences is not stretched far.
+        """
+        share = self._config.prompt_share
+        if share >= 1:
+            return self._config.max_step_tokens
+        num_here = len(self.running) + len(self.admitting) + len(self.waiting)
+        num_sequences = -(-min(num_here, self._config.max_num_seqs) // self.num_lanes)
+        tokens = min(self._costs.tokens_worth(num_sequences) * share / (1 - share), float(self._config.max_step_tokens))
+        return max(1, int(tokens / block_tokens)) * block_tokens
+
+    def _catch_up(self, behind: list[Sequence], budget: int, places: int) -> list[Scheduled]:
+        """One after the other, each up to its end or to the end of a block: a prompt that is whole serves its client,
+        and a block that is whole can be published."""
+        plan: list[Scheduled] = []
         for sequence in behind:
             if budget <= 0 or len(plan) >= places:
                 break
             num_tokens = min(sequence.num_computable_tokens, sequence.num_free_slots, budget)
+            if num_tokens < sequence.num_computable_tokens:
+                num_over = (sequence.num_begun_tokens + num_tokens) % sequence.block_tokens
+                if num_over < num_tokens:
+                    num_tokens -= num_over
+                elif plan:
+                    continue
             plan.append(Scheduled(sequence, num_tokens))
+            self._prompt_turns.charge(sequence, num_tokens)
             budget -= num_tokens
-        for sequence, _ in plan:
-            self._turn_no += 1
-            sequence.last_turn_no = self._turn_no
         return plan
 
     def check_integrity(self) -> None:

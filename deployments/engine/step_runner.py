@@ -49,6 +49,11 @@ class Computed:
     #: What each stage of a pipeline did.
     stage_times: tuple[StageTime, ...] = ()
 
+    @property
+    def device_s(self) -> float:
+        """Of a pipeline, whose steps overlap, the time of the stage that took longest."""
+        return max((each.compute_s for each in self.stage_times), default=self.turn_s)
+
     def with_own_logits(self) -> Computed:
         """Itself, with logits that outlive the decoder's next pass."""
         self.logits_RV = self.logits_RV.copy()

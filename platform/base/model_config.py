@@ -54,8 +54,10 @@ class ModelConfig(Section):
     max_model_len: Annotated[int, Field(ge=16)] | None = None
     #: Sequences that run at once in one replica.
     max_num_seqs: Annotated[int, Field(ge=1, le=1024)] = 32
-    #: Token budget of one engine step: bounds how long a long prompt delays running sequences.
+    #: Tokens that one engine step computes at most.
     max_step_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
+    #: Of the time of a step in which sequences decode, what prompts may take at most: bounds how long they delay those.
+    prompt_share: Annotated[float, Field(ge=0, le=1)] = 0.75
     num_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     #: Its part of the time of a device, against other busy models there; None: the weights of its namespaces, added up.
     step_weight: Annotated[float, Field(gt=0, le=1000)] | None = None

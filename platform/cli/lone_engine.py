@@ -31,6 +31,7 @@ class LoneEngine:
         num_blocks: int,
         max_num_seqs: int,
         max_step_tokens: int,
+        prompt_share: float = 1.0,
         on_deltas: Callable[[Sequence[TokenDelta]], None],
     ) -> None:
         self._model = model
@@ -47,7 +48,7 @@ class LoneEngine:
             SystemClock(),
             lambda _router_id, deltas: self._hear(deltas),
             find_namespace=lambda _: EngineNamespace(root=root),
-            config=EngineConfig(max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens),
+            config=EngineConfig(max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, prompt_share=prompt_share),
         )
         self._failure: str | None = None
         self._last_s = time.perf_counter()

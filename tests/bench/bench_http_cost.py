@@ -130,6 +130,7 @@ def run_engine(plan: LoadPlan) -> Run:
         num_blocks=per_sequence * (plan.num_clients + 1),
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,
+        prompt_share=config.prompt_share,
         on_deltas=hear,
     )
 

@@ -44,6 +44,8 @@ FAKE_GEOMETRY = KVGeometry(
     block_tokens=BLOCK_TOKENS,
 )
 FINGERPRINT = b"fingerprint of the fake"
+#: What steps hold must not depend on how long they take here: prompts get one block or, as here, all that is left.
+SETTINGS = {"debug": True, "publish_interval_s": 0.0, "extend_retry_s": 0.0, "prompt_share": 1.0}
 
 
 @cache
@@ -201,7 +203,7 @@ class Harness:
             self.clock,
             self._receive,
             find_namespace=self._find_namespace,
-            config=EngineConfig(**{"debug": True, "publish_interval_s": 0.0, "extend_retry_s": 0.0, **config}),
+            config=EngineConfig(**{**SETTINGS, **config}),
             on_fenced=self.fenced.append,
             loader=loader,
             own_pool=own_pool,

@@ -18,8 +18,13 @@ PROMPTS = ["The remora travels with a ray.", "The remora travels alone", "a", "0
 class EngineMachine(RuleBasedStateMachine):
     """Drives an engine whose pool's answers and events arrive when the machine says so."""
 
-    @initialize(num_blocks=st.integers(16, 40), max_num_seqs=st.integers(1, 4), budget=st.integers(1, 24))
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+    @initialize(
+        num_blocks=st.integers(16, 40),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(1, 24),
+        share=st.sampled_from([0.0, 1.0]),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, budget: int, share: float) -> None:
         self.clock = ManualClock(1.0)
         self.num_blocks = num_blocks
         self.one = Harness(
@@ -30,6 +35,7 @@ class EngineMachine(RuleBasedStateMachine):
             delivery="manual",
             max_num_seqs=max_num_seqs,
             max_step_tokens=budget,
+            prompt_share=share,
             num_reserve_blocks=1,
         )
         self.requests: dict[str, tuple[str, int, int]] = {}
