@@ -10,6 +10,9 @@
 namespace remora::REMORA_LEVEL {
 namespace {
 
+// Pieces of a linear layer for each rank: what is left for one rank alone at the end is at most a piece.
+constexpr int64_t PIECES_PER_RANK = 16;
+
 // One rank's walk through the layers. What a rank writes by rows it reads by the same rows without a barrier; linear
 // layers read all rows and write columns, so a barrier stands before and after each.
 class StepRun {
@@ -61,10 +64,20 @@ class StepRun {
     team_.barrier();
   }
 
+  void divide_linear(const PackedLinear& weights, const Activations& input, int64_t num_rows,
+                     const LinearOutput& output) {
+    if (team_.size == 1) return linear(team_, weights, input, num_rows, output);
+    const int64_t panels = weights.padded_out / PANEL_COLUMNS, most = PIECES_PER_RANK * team_.size;
+    const int64_t pieces = panels < most ? panels : most;
+    team_.divide(pieces, [&](int64_t piece) {
+      Team part{static_cast<int>(piece), static_cast<int>(pieces), nullptr, team_.own_scratch, nullptr};
+      linear(part, weights, input, num_rows, output);
+    });
+    team_.barrier();
+  }
   void apply(const PackedLinear& weights, const Activations& input, LinearOutput::Kind kind, float* out,
              int64_t stride) {
-    linear(team_, weights, input, num_tokens_, {kind, out, stride, {}, 0});
-    team_.barrier();
+    divide_linear(weights, input, num_tokens_, {kind, out, stride, {}, 0});
   }
   void add_to_hidden(const PackedLinear& weights, const Activations& input) {
     apply(weights, input, LinearOutput::Kind::add, hidden(0), shape_.hidden_size);
@@ -110,9 +123,8 @@ class StepRun {
       apply(layer.gate_up, input, LinearOutput::Kind::silu_store, values, inner_size);
       encode_rows(values, inner_size, inner);
     } else {
-      linear(team_, layer.gate_up, input, num_tokens_,
-             {LinearOutput::Kind::silu_encoded, nullptr, 0, inner, layer.down.padded_in});
-      team_.barrier();
+      divide_linear(layer.gate_up, input, num_tokens_,
+                    {LinearOutput::Kind::silu_encoded, nullptr, 0, inner, layer.down.padded_in});
     }
     add_to_hidden(layer.down, inner);
   }
@@ -124,8 +136,8 @@ class StepRun {
     for (int64_t r = rows.begin; r < rows.end; ++r)
       norm_row(work_.step.logit_rows[r], work_.final_norm, dtype, r);
     team_.barrier();
-    linear(team_, work_.head, first(dtype, shape_.hidden_size), num_rows,
-           {LinearOutput::Kind::store, work_.logits, shape_.vocab_size, {}, 0});
+    divide_linear(work_.head, first(dtype, shape_.hidden_size), num_rows,
+                  {LinearOutput::Kind::store, work_.logits, shape_.vocab_size, {}, 0});
   }
 
   Team& team_;

@@ -21,7 +21,7 @@ namespace remora {
 namespace {
 
 // Ranks that all have a core arrive within the first; the second is about 0.2 ms where nobody else wants the core.
-constexpr int SPINS_BEFORE_YIELD = 4000;
+constexpr int SPINS_BEFORE_YIELD = 500;
 constexpr int YIELDS_BEFORE_SLEEP = 400;
 
 inline void relax() {
@@ -110,7 +110,10 @@ void* Scratch::reserve(size_t bytes) {
 }
 
 ThreadTeam::ThreadTeam(int size, const int32_t* cores)
-    : size_(size), barrier_(size), scratch_(new Scratch[static_cast<size_t>(size)]) {
+    : size_(size),
+      barrier_(size),
+      scratch_(new Scratch[static_cast<size_t>(size)]),
+      claims_(new Claims[static_cast<size_t>(size)]) {
   for (int rank = 1; rank < size; ++rank) {
     const int core = cores == nullptr ? -1 : cores[rank - 1];
     threads_.emplace_back([this, rank, core] {
@@ -131,7 +134,6 @@ ThreadTeam::~ThreadTeam() {
 }
 
 void ThreadTeam::serve(int rank) {
-  Team team{rank, size_, &barrier_, &scratch_[rank]};
   for (uint64_t seen = 0;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -139,12 +141,14 @@ void ThreadTeam::serve(int rank) {
       if (stopping_) return;
       seen = run_number_;
     }
+    Team team{rank, size_, &barrier_, &scratch_[rank], claims_.get()};
     work_(context_, team);
     team.barrier();
   }
 }
 
 void ThreadTeam::run(Work work, void* context) {
+  for (int rank = 0; rank < size_; ++rank) claims_[rank] = {};
   if (size_ > 1) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -154,7 +158,7 @@ void ThreadTeam::run(Work work, void* context) {
     }
     wake_.notify_all();
   }
-  Team team{0, size_, &barrier_, &scratch_[0]};
+  Team team{0, size_, &barrier_, &scratch_[0], claims_.get()};
   work(context, team);
   team.barrier();  // all ranks are done with `context` and with their share
 }

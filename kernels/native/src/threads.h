@@ -42,6 +42,11 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
+// How many pieces of each rank's part have been taken, for the two calls of Team::divide() that may be under way.
+struct alignas(64) Claims {
+  int64_t taken[2] = {0, 0};  // accesses are atomic
+};
+
 // One thread's view of the step it takes part in. Every rank calls every kernel, and every kernel ends with its own
 // share done but NOT with a barrier: whoever reads another rank's share calls barrier() first.
 struct Team {
@@ -58,11 +63,32 @@ struct Team {
     return {begin < count ? begin : count, end < count ? end : count};
   }
 
+  // Calls body(i) for every i of [0, count) on one rank each: a rank takes those of its share in order, then what others
+  // have not begun of theirs, so that one whose core is wanted by somebody else does not keep the rest waiting for all
+  // of its share. Every rank calls it with the same count, and a barrier stands between two calls.
+  template <class Body>
+  void divide(int64_t count, const Body& body) {
+    const int turn = num_divided++ & 1;
+    // Behind the barrier nobody takes by the last call's numbers any more, and none by the next call's before one.
+    __atomic_store_n(&claims[rank].taken[1 - turn], 0, __ATOMIC_RELAXED);
+    for (int i = 0; i < size; ++i) {
+      const int owner = rank + i < size ? rank + i : rank + i - size;
+      const int64_t begin = count * owner / size, end = count * (owner + 1) / size;
+      while (true) {
+        const int64_t taken = begin + __atomic_fetch_add(&claims[owner].taken[turn], 1, __ATOMIC_RELAXED);
+        if (taken >= end) break;
+        body(taken);
+      }
+    }
+  }
+
   // At least `bytes` of this rank's own memory; one region: a second call may move and reuse it.
   void* scratch(size_t bytes) { return own_scratch->reserve(bytes); }
 
   Barrier* shared_barrier;
   Scratch* own_scratch;
+  Claims* claims;  // [size]
+  int64_t num_divided = 0;
 };
 
 // Owns size - 1 threads; the caller of run() is rank 0. One run() at a time.
@@ -85,6 +111,7 @@ class ThreadTeam {
   const int size_;
   Barrier barrier_;
   std::unique_ptr<Scratch[]> scratch_;
+  std::unique_ptr<Claims[]> claims_;
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   std::condition_variable wake_;
