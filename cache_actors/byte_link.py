@@ -122,6 +122,10 @@ class Link:
             return False
         return False
 
+    def detach(self) -> socket.socket:
+        """The connection, for whoever goes on with it; the link is of no use then, and closing it changes nothing."""
+        return socket.socket(fileno=self._socket.detach())
+
     def close(self) -> None:
         """Also wakes a thread that waits for the peer."""
         with contextlib.suppress(OSError):

@@ -22,6 +22,7 @@ from remora.cache_actors.block_exports import BlockBytes, as_held, hold_command,
 from remora.cache_actors.block_server import BlockServer
 from remora.cache_actors.cuda_arena import CudaArena
 from remora.cache_actors.durable_pool import DurablePool
+from remora.cache_actors.pool_call_link import PoolCallServer
 from remora.cache_actors.pool_messages import (
     CallReply,
     EventsReply,
@@ -79,6 +80,7 @@ class PoolActor:
         self._wakers: dict[LeaseId, asyncio.Event] = {}
         self._heard_s: dict[LeaseId, float] = {}
         self._blocks = BlockServer(self._pool, self._pool.arena.data, name=settings.pool_id)
+        self._calls = PoolCallServer(self.call, name=settings.pool_id)
         self._touched_s = time.monotonic()
         self._is_checked = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -109,6 +111,10 @@ class PoolActor:
                 last_call_no=self._last_call_no(lease_id),
             )
         )
+
+    async def open_calls(self) -> bytes:
+        """LinkAddress | None: where `call` is answered faster than through Ray."""
+        return msgspec.msgpack.encode(self._calls.links.open())
 
     async def wait_events(self, lease_id: LeaseId, event_no: int, timeout_s: float) -> bytes:
         """Answers EventsReply as soon as the lease has events after `event_no`, at the latest after `timeout_s`."""
@@ -243,6 +249,7 @@ class PoolActor:
         for lease_id in list(self._watches):
             self._forget(lease_id)
         self._blocks.close()
+        self._calls.links.close()
         self._pool.retire()
         step_lock_path(self._settings.shm_dir, self._settings.cluster_name, self._settings.pool_id).unlink(
             missing_ok=True

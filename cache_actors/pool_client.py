@@ -3,7 +3,7 @@
     engine thread        event loop of the replica              pool actor
     send ──► queue ──►   one batch in flight  ───── call ─────► apply, journal, answer
                          resent under the same numbers after a crash of the pool
-    on_answer ◄───────   answers in order     ◄────────────────
+    on_answer ◄───────   answers in order     ◄──────────────── (over a link: pool_call_link.py)
     on_event  ◄───────   events, never before the answers they follow ◄── wait_events (long poll)
 
 The lease ends badly in one way only: `lost` is set, `may_emit` is False for ever, whatever is queued is answered
@@ -27,6 +27,7 @@ import msgspec
 
 from remora.cache_actors.arena import ArenaView, MappedArena
 from remora.cache_actors.arena_place import map_arena
+from remora.cache_actors.pool_call_link import PoolCallLink
 from remora.cache_actors.pool_calls import await_pool, until_answered
 from remora.cache_actors.pool_messages import PoolBinding, decode_call_reply, decode_events_reply, encode_commands
 from remora.cache_actors.port import EngineCommand, OnAnswer, OnEvent
@@ -74,6 +75,7 @@ class PoolClient:
         self.attached: Attached | None = None
         self.lost: str | None = None
         self._pool = pool
+        self._calls = PoolCallLink(pool, attach.lease_id)
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
         self._on_answer: OnAnswer | None = None
@@ -235,9 +237,7 @@ class PoolClient:
                     self._deliver(batch, reply_answers)
                     continue
                 data = encode_commands(batch)
-                reply = decode_call_reply(
-                    await until_answered(partial(self._pool.call.remote, self.lease_id, data, self._event_no))
-                )
+                reply = decode_call_reply(await self._calls.call(data, self._event_no))
                 self._deliver(batch, reply.answers)
                 self._take_events(reply.events, reply.last_call_no)
         except BaseException as error:
@@ -325,6 +325,7 @@ class PoolClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._calls.close()
         self.attached = None
         if self._arena is not None:
             self._arena.close()

@@ -14,8 +14,11 @@ import pytest
 import torch
 from pool_helpers import BLOCK_TOKENS, Handle, KiB, geometry, set_quota, settings
 
+from remora.cache_actors import loop_link, pool_call_link
 from remora.cache_actors.kv_sequences import KVSequences
+from remora.cache_actors.loop_link import LoopLink
 from remora.cache_actors.pool_actor import PoolActor
+from remora.cache_actors.pool_call_link import PoolCallServer
 from remora.cache_actors.pool_calls import ask_kv_formats
 from remora.cache_actors.pool_client import PoolClient
 from remora.kernels.layout import V_SIDE, BlockLayout
@@ -28,6 +31,7 @@ from remora.namespaces.commands import (
     Granted,
     Refused,
     Release,
+    Released,
     Wait,
 )
 from remora.platform.base.errors import Conflict, PoolError, UnknownSequence
@@ -108,6 +112,94 @@ async def test_every_command_of_every_thread_is_answered_once_in_order(handle: H
     assert (await handle.actor.describe()).report.used_bytes == 0
     await client.detach()
     assert await handle.actor.leases() == ()
+
+
+@pytest.fixture
+def linked(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """A pool that is called over links."""
+    monkeypatch.setattr(loop_link, "node_ip", lambda: "127.0.0.1")
+    handle.has_links = True
+    return handle
+
+
+async def test_calls_go_over_a_link_and_through_ray_where_there_is_none(
+    linked: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await attach(linked)
+    log = Log(client)
+    before = linked.num_rpcs
+    for number in range(20):
+        client.send(release(f"s{number}"))
+        await log.until(number + 1)
+    assert linked.num_rpcs <= before + 1, "the one that waits for events"
+    linked.has_links = False
+    break_links(linked)
+    for number in range(20):
+        client.send(admit(f"t{number}", 1))
+        await log.until(21 + number)
+    assert linked.num_rpcs > before + 15
+    linked.has_links = True
+    client.send(admit("u", 1))
+    await log.until(41)
+    assert not links_of(linked), "a pool that had none is not asked for one each time"
+    monkeypatch.setattr(client._calls, "_silent_until_s", 0.0)
+    for number in range(2):
+        client.send(admit(f"v{number}", 1))
+        await log.until(42 + number)
+    assert links_of(linked)
+    assert not any(isinstance(answer, Refused) for _, answer in log.answers)
+    await client.detach()
+    async with asyncio.timeout(5):
+        while links_of(linked):
+            await asyncio.sleep(0.005)
+
+
+async def test_nothing_is_lost_or_done_twice_when_links_break_under_calls(
+    linked: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each side hangs up at random, before a call has come, while it is done, and before its answer has come."""
+    client = await attach(linked)
+    log = Log(client)
+    monkeypatch.setattr(pool_call_link, "_RETRY_S", 0.0)
+    linked.loss = 0.1
+    answer = PoolCallServer._answer
+    num_calls = 0
+
+    async def break_sometimes(server: PoolCallServer, topic: int, data: bytes) -> bytes:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 3 == 0:
+            break_links(linked)
+        reply = await answer(server, topic, data)
+        if num_calls % 3 == 1:
+            break_links(linked)
+        return reply
+
+    monkeypatch.setattr(PoolCallServer, "_answer", break_sometimes)
+    break_links(linked)
+    for number in range(150):
+        client.send(admit(f"s{number}", 1))
+        client.send(release(f"s{number}"))
+        await asyncio.sleep(0.001 * (number % 3))
+    await log.until(300)
+    assert num_calls > 20
+    assert [command.call_no for command, _ in log.answers] == list(range(2, 302))
+    assert all(isinstance(answer, Admitted | Released) for _, answer in log.answers)
+    assert sum(answer.num_released for _, answer in log.answers if isinstance(answer, Released)) == 150
+    linked.loss = 0.0
+    assert (await linked.actor.describe()).report.used_bytes == 0
+    await client.detach()
+
+
+def links_of(handle: Handle) -> list[LoopLink]:
+    """Those that leases have to the pool now."""
+    return [link for link in handle.actor._calls.links._links if link.is_open]
+
+
+def break_links(handle: Handle) -> None:
+    for link in links_of(handle):
+        assert link._transport is not None
+        link._transport.abort()
 
 
 async def test_what_is_queued_together_travels_together(handle: Handle) -> None:
