@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from remora.deployments.engine.messages import FeedMessage, GenerationRequest, LoadReport, TokenDelta
 from remora.deployments.held_deltas import HeldDeltas
@@ -132,7 +132,7 @@ class FeedHub:
         for feed in self._feeds.values():
             feed.wake.set()
 
-    async def messages(self, router_id: RouterId) -> AsyncIterator[FeedMessage]:
+    async def messages(self, router_id: RouterId) -> AsyncGenerator[FeedMessage, None]:
         """The router's feed until it is closed or superseded; closing the iterator closes the feed."""
         self.close(router_id)
         feed = self._feeds[router_id] = _Feed(self._loop.time())

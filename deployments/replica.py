@@ -1,6 +1,6 @@
 """The model replica: a Ray Serve deployment around one engine. It owns the weights and running requests, but no KV.
 
-    router ─ submit, cancel ─► ModelReplica ─► Engine (thread) ─► arena (mapped)
+    router ─ submit, cancel ─► RouterCalls ─► Engine (thread) ─► arena (mapped)      over a link: router_links.py
            ◄──── feed ───────── FeedHub   ◄──── deltas            pool actor (lease)
 
 When the lease is lost, or the arena behind it is another, nothing more is launched and the process exits; Serve starts
@@ -13,7 +13,8 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Never
@@ -39,7 +40,6 @@ from remora.deployments.accuracy.gate import check_compatible_gate, check_gate
 from remora.deployments.catalog import Catalog
 from remora.deployments.engine.base import EngineConfig, EngineNamespace, EngineStats, KVSibling
 from remora.deployments.engine.engine import Engine
-from remora.deployments.engine.messages import FreezeOrder, GenerationRequest, Resumption
 from remora.deployments.feed import FeedHub
 from remora.deployments.idle_watch import IdleWatch
 from remora.deployments.model_card import ModelCard
@@ -51,6 +51,8 @@ from remora.deployments.models.weight_storage import WeightStorage
 from remora.deployments.namespace_formats import NamespaceFormats
 from remora.deployments.pipeline.stage_group import StageGroup, thread_counts
 from remora.deployments.pipeline.stage_split import stage_split
+from remora.deployments.router_calls import RouterCalls
+from remora.deployments.router_links import RouterLinks
 from remora.deployments.stall import StallWatch
 from remora.deployments.start_times import StartTimes
 from remora.kernels.base import check_decoder_health
@@ -59,10 +61,10 @@ from remora.namespaces.geometry import Precision
 from remora.platform.base.clock import SystemClock
 from remora.platform.base.config import RemoraConfig
 from remora.platform.base.errors import Unavailable
-from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, RouterId
+from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RouterId
 from remora.platform.base.paths import default_state_dir
 from remora.platform.base.serve_environment import bind_replica_to_loopback
-from remora.platform.base.telemetry import flush_telemetry, keep_traces, setup_telemetry
+from remora.platform.base.telemetry import flush_telemetry, setup_telemetry
 from remora.platform.base.threads import wake_promptly
 
 logger = logging.getLogger(__name__)
@@ -73,10 +75,6 @@ _PRECISIONS_TIMEOUT_S = 5.0
 EXIT_LEASE_LOST = 70
 
 _encoder = msgspec.msgpack.Encoder()
-_requests_decoder = msgspec.msgpack.Decoder(list[GenerationRequest])
-_freezes_decoder = msgspec.msgpack.Decoder(list[FreezeOrder])
-_resumptions_decoder = msgspec.msgpack.Decoder(list[Resumption])
-_ids_decoder = msgspec.msgpack.Decoder(list[RequestId])
 
 
 class ModelReplica:
@@ -146,7 +144,7 @@ class ModelReplica:
         )
         self._hub = FeedHub(
             self.replica_id,
-            on_abandoned=self._cancel_all,
+            on_abandoned=lambda request_ids: self._calls.cancel_all(request_ids),
             load=lambda: self._engine.load(),
             card_no=lambda: self._formats.version,
         )
@@ -183,6 +181,8 @@ class ModelReplica:
             self._stages.on_connected = self._engine.use_pipeline
         self._stall = StallWatch()
         self._idle = IdleWatch(self._model_config.idle_timeout_s)
+        self._calls = RouterCalls(self._hub, self._engine, self._formats, on_submitted=self._idle.note_busy)
+        self._links = RouterLinks(self.replica_id, self._hub, self._calls)
         self._draining = False
         wake_promptly()
         self._engine.start()
@@ -282,41 +282,29 @@ class ModelReplica:
         return _encoder.encode(self._formats.quantise_command(own))
 
     async def submit(self, data: bytes, *, target: str) -> bytes:
-        """Takes a list of GenerationRequest. Raises Unavailable for a router without an open feed."""
-        requests = _requests_decoder.decode(data)
-        if any(request.num_kept_tokens for request in requests):
-            await self._formats.look_for_siblings()
-        for request in requests:
-            self._hub.take(request)
-            self._engine.submit(request)
-        self._idle.note_busy()
-        return b""
+        return await self._calls.submit(data)
 
     async def freeze(self, data: bytes, *, target: str) -> bytes:
-        """Stops what a list of FreezeOrder names; each handover comes over the feed. Unknown ones are ignored."""
-        for order in _freezes_decoder.decode(data):
-            self._engine.freeze(order)
-        return b""
+        return await self._calls.freeze(data)
 
     async def resume(self, data: bytes, *, target: str) -> bytes:
-        """Lets standbys go on: a list of Resumption. Unknown ones are ignored."""
-        for resumption in _resumptions_decoder.decode(data):
-            self._engine.resume(resumption)
-        return b""
+        return await self._calls.resume(data)
 
     async def cancel(self, data: bytes, *, target: str) -> bytes:
-        """Stops a list of RequestId; unknown ones are ignored."""
-        request_ids = _ids_decoder.decode(data)
-        for request_id in request_ids:
-            self._hub.drop(request_id)
-        self._cancel_all(request_ids)
-        return b""
+        return await self._calls.cancel(data)
 
     async def keep_alive(self, router_id: str, wanted_traces: str = "", *, target: str) -> bytes:
-        """The router is there, and wants its feed; it keeps these traces, with spaces between them."""
-        self._hub.hear(RouterId(router_id))
-        keep_traces(wanted_traces.split())
-        return b""
+        return await self._calls.keep_alive(router_id, wanted_traces)
+
+    async def open_links(self, *, target: str) -> bytes:
+        """LinkAddress | None: where routers connect before they let the replica `carry_feed`."""
+        return _encoder.encode(self._links.open())
+
+    async def carry_feed(self, router_id: str, *, target: str) -> AsyncIterator[bytes]:
+        """The router's feed goes over its link for as long as this lasts; see RouterLinks."""
+        async with aclosing(self._links.carry(RouterId(router_id))) as carried:
+            async for begun in carried:
+                yield begun
 
     async def feed(self, router_id: str, *, target: str) -> AsyncIterator[bytes]:
         """FeedMessages for the router, one a step at most; see FeedHub."""
@@ -351,6 +339,7 @@ class ModelReplica:
         await self._membership.stop()
         await asyncio.to_thread(self._engine.stop)
         self._hub.close_all()
+        self._links.close()
         if self._stages is not None:
             await self._stages.stop()
         await self._lease.detach()
@@ -358,10 +347,6 @@ class ModelReplica:
         flush_telemetry(1.0)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
-
-    def _cancel_all(self, request_ids: Sequence[RequestId]) -> None:
-        for request_id in request_ids:
-            self._engine.cancel(request_id)
 
     def _on_fenced(self, reason: str) -> None:
         """Called in the engine's thread."""

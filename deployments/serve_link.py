@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -24,7 +24,7 @@ from remora.platform.base.ids import NamespaceId, ReplicaId, RequestId, RouterId
 Result = TypeVar("Result")
 
 _encoder = msgspec.msgpack.Encoder()
-_feed_decoder = msgspec.msgpack.Decoder(FeedMessage)
+decode_feed = msgspec.msgpack.Decoder(FeedMessage).decode
 _card_decoder = msgspec.msgpack.Decoder(ModelCard)
 
 
@@ -69,12 +69,17 @@ class ServeLink:
     async def stats(self) -> dict[str, Any]:
         return dict(msgspec.msgpack.decode(await self._call("stats")))
 
-    async def feed(self, router_id: RouterId) -> AsyncIterator[FeedMessage]:
+    async def feed(self, router_id: RouterId) -> AsyncGenerator[FeedMessage, None]:
+        async with aclosing(self._stream("feed", router_id)) as messages:
+            async for message in messages:
+                yield decode_feed(message)
+
+    async def _stream(self, method: str, *arguments: str) -> AsyncGenerator[bytes, None]:
         with _as_unavailable():
-            messages = _outside_request(lambda: self._feed_handle.feed.remote(router_id, **self._target))
+            messages = _outside_request(lambda: getattr(self._feed_handle, method).remote(*arguments, **self._target))
             try:
                 async for message in messages:
-                    yield _feed_decoder.decode(message)
+                    yield message
             finally:
                 messages.cancel()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from remora.deployments.serve_listing import note_router
 from remora.platform.base.errors import ReplicaLeaving
 
 #: Keyword of a targeted call.
@@ -20,6 +21,10 @@ TARGET = "target"
 
 class TargetedRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Every call goes to the replica whose unique id is its `target`, or fails with ReplicaLeaving at once."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        note_router(self)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False

@@ -22,6 +22,7 @@ from remora.cache_actors.registry_client import ReplicaDirectory
 from remora.cache_actors.session_client import RegistrySessions
 from remora.cache_actors.trace_reader import RemoteTraces
 from remora.deployments.cluster_traces import ClusterTraces, LocalTraces
+from remora.deployments.linked_replica import LinkedReplica
 from remora.deployments.listed import Listed
 from remora.deployments.model_states import ModelStates
 from remora.deployments.models.load import load_tokenizer
@@ -30,7 +31,6 @@ from remora.deployments.pool_reports import ClusterPools
 from remora.deployments.rebalancer import Rebalancer
 from remora.deployments.replica_link import ReplicaLink
 from remora.deployments.router import RouterCore
-from remora.deployments.serve_link import ServeLink
 from remora.deployments.serve_models import ServeModels
 from remora.deployments.session_turns import SessionTurns
 from remora.platform.base.config import RemoraConfig
@@ -148,7 +148,7 @@ class HttpRouter:
 
     def _connect(self, replica_id: ReplicaId) -> ReplicaLink:
         (record,) = [each for each in self._directory.replicas() if each.replica_id == replica_id]
-        return ServeLink(self._models[record.model_id], replica_id)
+        return LinkedReplica(self._models[record.model_id], replica_id)
 
 
 def own_node_id() -> str:
