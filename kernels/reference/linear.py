@@ -15,30 +15,65 @@ InputCodes = Literal["int16", "int8"]
 
 _INT16_MAX = 32767.0
 _INT8_MAX = 127.0
-#: With a remainder: steps of 256 and what is left of them.
-_LONG_MAX = 127.0 * 256.0 + 127.0
-#: A group has a remainder when its largest value is more than this many times the root mean square of its row.
-_OUTLIER_RATIO = 5.0
+#: A value is an outlier, and kept as it is, when it is more than this many times as large as the mean of its row.
+_OUTLIER_RATIO = 7.0
+#: Rows whose values are smaller than such an outlier become zeros.
+_SMALLEST_LIMIT = 2.0**-90
+_SMALLEST_SHARE = 2.0**-19
 
 
 def round_inputs(x_TI: torch.Tensor, codes: InputCodes = "int16") -> torch.Tensor:
     """x_TI as native kernels see it beside int8 and int4 weights, with a scale for each INPUT_GROUP inputs.
 
-    int16: portable and AVX2. int8, with eight bits more for groups that hold outliers: AVX-512 (encode_groups.cpp).
+    int16: portable and AVX2. int8, with outliers in fp32: AVX-512 (encode_groups.cpp).
     """
-    num_inputs = x_TI.shape[-1]
-    x_TI = x_TI.to(torch.float32)
-    filled = torch.nn.functional.pad(x_TI, (0, -num_inputs % INPUT_GROUP))
-    groups = filled.reshape(*filled.shape[:-1], -1, INPUT_GROUP)
-    largest = groups.abs().amax(dim=-1, keepdim=True)
     if codes == "int16":
-        most: torch.Tensor | float = _INT16_MAX
+        groups_TGI = _grouped(x_TI)
+        scale = groups_TGI.abs().amax(dim=-1, keepdim=True) / _INT16_MAX
+        inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+        rounded_TGI = torch.round(groups_TGI * inverse) * scale
     else:
-        outlier = _OUTLIER_RATIO * x_TI.square().mean(dim=-1).sqrt()[..., None, None]
-        most = torch.where(largest > outlier, _LONG_MAX, _INT8_MAX)
-    scale = largest / most
-    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
-    return (torch.round(groups * inverse) * scale).flatten(-2)[..., :num_inputs]
+        steps_TGI, step_T = _row_steps(x_TI)
+        rounded_TGI = steps_TGI * step_T[..., None, None]
+    return rounded_TGI.flatten(-2)[..., : x_TI.shape[-1]]
+
+
+def _grouped(x_TI: torch.Tensor) -> torch.Tensor:
+    filled = torch.nn.functional.pad(x_TI.to(torch.float32), (0, -x_TI.shape[-1] % INPUT_GROUP))
+    return filled.reshape(*filled.shape[:-1], -1, INPUT_GROUP)
+
+
+def _row_steps(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values in groups, as int8 codes have them, in steps of their row, and these steps.
+
+    The step of a group is that of its row times the smallest 2^a + 2^b, b >= a - 3, that holds its values.
+    """
+    limit_T = (_OUTLIER_RATIO * x_TI.to(torch.float32).abs().mean(dim=-1)).contiguous()
+    limit_T = limit_T.view(torch.int32).bitwise_and(-0x10000).view(torch.float32)
+    groups_TGI, limit_T11 = _grouped(x_TI), limit_T[..., None, None]
+    inverse = torch.where(limit_T11 < _SMALLEST_LIMIT, torch.zeros_like(limit_T11), _INT8_MAX / limit_T11)
+    is_outlier = groups_TGI.abs() > limit_T11
+    rest = torch.where(is_outlier, torch.zeros_like(groups_TGI), groups_TGI)
+    mantissa, exponent = torch.frexp(rest.abs().amax(dim=-1, keepdim=True) * (1.0 / limit_T11))
+    choices = torch.tensor([0.5, 0.5625, 0.625, 0.75, 1.0])
+    steps = choices[torch.bucketize(mantissa, choices[:-1])]
+    share = torch.ldexp(steps, exponent).clamp(min=_SMALLEST_SHARE)
+    codes = torch.round(rest * (inverse / share))
+    return torch.where(is_outlier, groups_TGI * inverse, codes * share), limit_T / _INT8_MAX
+
+
+def _sum_errors(x_TI: torch.Tensor) -> torch.Tensor:
+    """What rounding adds to the sums of groups, by which minimums are multiplied: codes of less than 2^16 in all."""
+    steps_TGI, step_T = _row_steps(x_TI)
+    sums_TG = steps_TGI.sum(dim=-1)
+    magnitudes = sums_TG.abs()
+    least_T1 = torch.maximum(
+        magnitudes.sum(dim=-1, keepdim=True) / (65535.0 - sums_TG.shape[-1]),
+        magnitudes.amax(dim=-1, keepdim=True) / _INT16_MAX,
+    )
+    mantissa, exponent = torch.frexp(least_T1)
+    unit_T1 = torch.ldexp(torch.where(mantissa == 0.5, 0.5, 1.0), exponent)
+    return (torch.round(sums_TG / unit_T1) * unit_T1 - sums_TG) * step_T[..., None]
 
 
 def make_linear(
@@ -59,7 +94,13 @@ def make_linear(
     if precision in ("int8", "int4"):
         grouped = weight_OI if isinstance(weight_OI, GroupedTensor) else group_rows(weight_OI, precision)
         rounded = grouped.to_fp32()
-        return lambda x_TI: torch.nn.functional.linear(round_inputs(x_TI, input_codes), rounded, bias)
+        minimum = None if input_codes == "int16" or grouped.minimum_OG is None else grouped.minimum_OG.to(torch.float32)
+
+        def integers(x_TI: torch.Tensor) -> torch.Tensor:
+            y_TO = torch.nn.functional.linear(round_inputs(x_TI, input_codes), rounded, bias)
+            return y_TO if minimum is None else y_TO + torch.nn.functional.linear(_sum_errors(x_TI), minimum)
+
+        return integers
     if isinstance(weight_OI, GroupedTensor):
         weight_OI = weight_OI.to_fp32()
     if precision == "bf16":

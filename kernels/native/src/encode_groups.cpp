@@ -33,9 +33,9 @@ struct Group {
     return most < 0x7f800000 ? result : __builtin_nanf("");
   }
 
-  // Codes of `step`, and their sum.
-  REMORA_INLINE_MEMBER int32_t codes(float step, vint* out) const {
-    const vfloat inverse = splat(step > 0x1p-120f ? 1.0f / step : 0.0f);
+  // Codes of a step, whose inverse is given, and their sum.
+  REMORA_INLINE_MEMBER int32_t codes(float inverse_step, vint* out) const {
+    const vfloat inverse = splat(inverse_step);
     vint total = {};
     for (int v = 0; v < GROUP_VECTORS; ++v) total += out[v] = round_to_int(values[v] * inverse);
     return sum(total);
@@ -47,15 +47,76 @@ struct Group {
 #if REMORA_VNNI && !REMORA_TILES
 namespace {
 
-// A group stands out whose largest value is more than this many times the root mean square of its row. Of the groups of
-// SmolLM2 that is every eighth; docs/precision.md has what other ratios cost.
-constexpr float OUTLIER_RATIO = 5.0f;
-// Codes of a group that stands out are -32639..32639: steps of 256 that int8 holds, and a remainder of -128..127.
-constexpr float MOST_CODE = 127.0f, MOST_LONG_CODE = 127.0f * 256.0f + 127.0f;
+// A value is an outlier that is more than this many times as large as the mean of its row; docs/precision.md has what
+// other ratios cost. By what a mean is, that is no more than one value of so many.
+constexpr float OUTLIER_RATIO = 7.0f;
+static_assert(OUTLIER_RATIO >= 1.01f * MOST_OUTLIERS, "room for all outliers, also where the ratio is rounded");
+constexpr float MOST_CODE = 127.0f;
+// Rows whose values are all smaller become zeros: the reciprocal of their step would overflow.
+constexpr float SMALLEST_LIMIT = 0x1p-90f;
+// Steps of a group that is all but zero: 2 * 2^LEAST_EXPONENT of the row's.
+constexpr int LEAST_EXPONENT = -20;
+constexpr int64_t MOST_SUMS = 65535;
+// Added and taken away again, it rounds to nearest even.
+constexpr float ROUNDING = 12582912.0f;
 
 typedef int8_t vbytes __attribute__((vector_size(LANES), may_alias));
-REMORA_INLINE void store_bytes(int8_t* out, const vint* codes) {
-  for (int v = 0; v < GROUP_VECTORS; ++v) store_as(out + v * LANES, __builtin_convertvector(codes[v], vbytes));
+
+// Bit i: lane i is larger.
+REMORA_INLINE uint32_t lanes_above(vfloat v, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)v, (__m512)splat(limit), _CMP_GT_OQ);
+#else
+  uint32_t result = 0;
+  for (int lane = 0; lane < LANES; ++lane) result |= (v[lane] > limit ? 1u : 0u) << lane;
+  return result;
+#endif
+}
+
+REMORA_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  return bits;
+}
+REMORA_INLINE float float_of(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+
+// The smallest 2^high + 2^low not below `share`, which is not negative, with high - low of 0 to 3.
+struct TwoPowers {
+  int high, low;
+
+  REMORA_INLINE_MEMBER explicit TwoPowers(float share) {
+    const uint32_t bits = bits_of(share), mantissa = bits & 0x7fffff;
+    high = static_cast<int>(bits >> 23) - 127;
+    low = high - (mantissa > 0x400000 ? 0 : mantissa > 0x200000 ? 1 : mantissa > 0x100000 ? 2 : 3);
+    if (mantissa == 0) low = --high;
+    if (high <= LEAST_EXPONENT) high = low = LEAST_EXPONENT;
+  }
+  REMORA_INLINE_MEMBER float value() const {
+    return float_of(static_cast<uint32_t>(high + 127) << 23) + float_of(static_cast<uint32_t>(low + 127) << 23);
+  }
+};
+
+// The sums of a row's groups as codes. Their magnitudes add up to less than 2^16, so that their products with 15 bits
+// do not exceed 32.
+REMORA_INLINE void encode_sums(const GroupScale* scale, int64_t groups, const RowParts& row) {
+  float largest = 0, all = 0;
+  for (int64_t index = 0; index < groups; ++index) {
+    const float magnitude = __builtin_fabsf(scale[index].scaled_sum);
+    largest = magnitude > largest ? magnitude : largest;
+    all += magnitude;
+  }
+  const float by_all = all / static_cast<float>(MOST_SUMS - groups), by_largest = largest / 32767.0f;
+  const float least = by_all > by_largest ? by_all : by_largest;
+  // The power of two that is not below it.
+  const float step = least > 0 ? float_of((bits_of(least) + 0x7fffff) & 0xff800000u) : 1.0f, inverse = 1.0f / step;
+  row.row->sum_step = step;
+  for (int64_t index = 0; index < groups; ++index)
+    row.sums[index] = static_cast<int16_t>(scale[index].scaled_sum * inverse + ROUNDING - ROUNDING);
+  if (groups % 2 != 0) row.sums[groups] = 0;
 }
 
 }  // namespace
@@ -63,44 +124,52 @@ REMORA_INLINE void store_bytes(int8_t* out, const vint* codes) {
 void encode_groups(const float* x, int64_t num_in, uint8_t* out, float* scales) {
   const int64_t groups = num_groups(num_in);
   auto* scale = reinterpret_cast<GroupScale*>(scales);
-  const Remainders more = remainders_of(scales, groups);
-  vfloat squares = {};
+  const RowParts more = parts_of(scales, groups);
+  vfloat magnitudes[GROUP_VECTORS] = {};
   for (int64_t index = 0; index < groups; ++index) {
     const Group group(x, num_in, index);
     scale[index].scale = group.largest();
-    for (const vfloat v : group.values) squares = fma(v, v, squares);
+    for (int v = 0; v < GROUP_VECTORS; ++v) magnitudes[v] += abs(group.values[v]);
   }
-  const float outlier = OUTLIER_RATIO * __builtin_sqrtf(sum(squares) / static_cast<float>(num_in));
+  for (int v = 1; v < GROUP_VECTORS; ++v) magnitudes[0] += magnitudes[v];
+  // Of eight bits, so that a sum in another order gives the same.
+  const float limit = float_of(bits_of(OUTLIER_RATIO * (sum(magnitudes[0]) / static_cast<float>(num_in))) & 0xffff0000u);
+  const bool is_finite = limit < __builtin_inff(), is_zero = is_finite && limit < SMALLEST_LIMIT;
+  *more.row = {is_zero ? 0.0f : is_finite ? limit / MOST_CODE : __builtin_nanf(""), 0, 0};
+  if (is_zero || !is_finite) {
+    __builtin_memset(out, 0, static_cast<size_t>(groups * INPUT_GROUP));
+    for (int64_t index = 0; index < groups; ++index) scale[index] = {LEAST_EXPONENT, LEAST_EXPONENT, 0, 0};
+    encode_sums(scale, groups, more);
+    return;
+  }
+  const float inverse = MOST_CODE / limit, inverse_limit = 1.0f / limit;
   int32_t count = 0;
   for (int64_t index = 0; index < groups; ++index) {
-    const Group group(x, num_in, index);
-    const float largest = scale[index].scale;
-    auto* bytes = reinterpret_cast<int8_t*>(out) + index * INPUT_GROUP;
+    Group group(x, num_in, index);
+    float largest = scale[index].scale, outliers = 0;
+    if (largest > limit) {
+      for (int v = 0; v < GROUP_VECTORS; ++v) {
+        const vfloat magnitude = abs(group.values[v]);
+        for (uint32_t lanes = lanes_above(magnitude, limit); lanes != 0; lanes &= lanes - 1) {
+          const int64_t input = index * INPUT_GROUP + v * LANES + __builtin_ctz(lanes);
+          const float steps = x[input] * inverse;
+          more.outliers[count++] = {static_cast<int32_t>(input), steps};
+          outliers += steps;
+        }
+        group.values[v] = magnitude > splat(limit) ? vfloat{} : group.values[v];
+      }
+      largest = group.largest();
+    }
+    const TwoPowers step(largest * inverse_limit);
     vint codes[GROUP_VECTORS];
-    if (!(largest > outlier)) {
-      const float step = largest / MOST_CODE;
-      const int32_t total = group.codes(step, codes);
-      store_bytes(bytes, codes);
-      scale[index] = {step, static_cast<float>(total) * step, -128 * total};
-      continue;
-    }
-    const float step = largest / MOST_LONG_CODE;
-    const int32_t total = group.codes(step, codes);
-    vint high[GROUP_VECTORS], total_high = {};
-    for (int v = 0; v < GROUP_VECTORS; ++v) {
-      total_high += high[v] = (codes[v] + 128) >> 8;
-      codes[v] -= high[v] * 256;
-    }
-    const int32_t sum_high = sum(total_high);
-    Remainder& term = more.terms[count++];
-    term.group = static_cast<int32_t>(index);
-    term.scale = step;
-    term.offset = -128 * (total - 256 * sum_high);
-    store_bytes(bytes, high);
-    store_bytes(term.codes, codes);
-    scale[index] = {step * 256.0f, static_cast<float>(total) * step, -128 * sum_high};
+    const int32_t total = group.codes(inverse / step.value(), codes);
+    for (int v = 0; v < GROUP_VECTORS; ++v)
+      store_as(out + index * INPUT_GROUP + v * LANES, __builtin_convertvector(codes[v], vbytes));
+    scale[index] = {static_cast<float>(step.high), static_cast<float>(step.low),
+                    static_cast<float>(total) * step.value() + outliers, -128 * total};
   }
-  *more.count = count;
+  more.row->num_outliers = count;
+  encode_sums(scale, groups, more);
 }
 
 #else
@@ -112,7 +181,7 @@ void encode_groups(const float* x, int64_t num_in, uint8_t* out, float* scales) 
     const Group group(x, num_in, index);
     const float step = group.largest() / 32767.0f;
     vint codes[GROUP_VECTORS];
-    const int32_t total = group.codes(step, codes);
+    const int32_t total = group.codes(step > 0x1p-120f ? 1.0f / step : 0.0f, codes);
     auto* halves = reinterpret_cast<int16_t*>(out) + index * INPUT_GROUP;
     for (int v = 0; v < GROUP_VECTORS; ++v) {
       // In each four the order in which the kernel takes them as pairs.
@@ -124,7 +193,7 @@ void encode_groups(const float* x, int64_t num_in, uint8_t* out, float* scales) 
 #endif
       store_as(halves + v * LANES, ordered);
     }
-    *scale = {step, static_cast<float>(total) * step, 0};
+    *scale = {step, 0, static_cast<float>(total) * step, 0};
   }
 }
 #endif

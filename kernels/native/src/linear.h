@@ -22,20 +22,31 @@ constexpr int64_t ACTIVATION_SPARE_ROWS = 32;
 
 // Beside weights of int8 or int4, activations have codes in groups of INPUT_GROUP like them.
 struct GroupScale {
-  float scale, scaled_sum;  // the sum of the group's values, as encoded
-  int32_t offset;           // what weights that are read as code + 128 make too much, negative
-};
-// The second term of a group of int8 codes that stands out in its row: value = code * scale, added to the first.
-struct Remainder {
-  int32_t group;
-  float scale;
-  int32_t offset;
-  int8_t codes[INPUT_GROUP];
+  float scale, scale_low;  // the step of the codes; beside a RowScale in steps of the row, as 2^scale + 2^scale_low
+  float scaled_sum;        // the sum of the group's values, as encoded; not read beside a RowScale
+  int32_t offset;          // what weights that are read as code + 128 make too much, negative
 };
 
-// Floats beside a row of codes: a GroupScale for each group, the number of remainders, and room for them.
+// Where activations are int8: behind the scales of a row's groups, followed by the sums of the groups, int16 in pairs of
+// groups, and the outliers.
+struct RowScale {
+  float step, sum_step;  // sum_step: that of the sums, in steps of the row
+  int32_t num_outliers;
+};
+// A value that is multiplied by itself: its code is 0.
+struct Outlier {
+  int32_t input;
+  float steps;
+};
+// No more than one value of so many is an outlier: encode_groups.cpp says why.
+constexpr int64_t MOST_OUTLIERS = 6;
+
+// Floats beside a row of codes.
 inline int64_t num_scales(int64_t num_in) {
-  return num_groups(num_in) * static_cast<int64_t>((sizeof(GroupScale) + sizeof(Remainder)) / sizeof(float)) + 1;
+  const int64_t bytes = num_groups(num_in) * static_cast<int64_t>(sizeof(GroupScale)) +
+                        static_cast<int64_t>(sizeof(RowScale)) + group_pairs(num_in) * 4 +
+                        (num_in / MOST_OUTLIERS + 1) * static_cast<int64_t>(sizeof(Outlier));
+  return bytes / static_cast<int64_t>(sizeof(float));
 }
 
 struct LinearOutput {

@@ -55,7 +55,7 @@ REMORA_INLINE TileKernel<typename Family::Function> tile_kernel(int64_t num_rows
   if (num_rows == 2) return {Family::template run<2, 2>, 2};
   if (num_rows <= 4) return {Family::template run<4, 2>, 2};
   if (num_rows <= 8) return {Family::template run<8, 2>, 2};
-  return {Family::template run<12, 2>, 2};
+  return {Family::template run<Family::MAX_ROWS, 2>, 2};
 #elif REMORA_VECTOR_BYTES == 32
   switch (num_rows) {
     case 1: return {Family::template run<1, 2>, 2};

@@ -13,7 +13,7 @@ namespace {
 template <class Product, bool MINIMUM>
 struct GroupedProducts {
   using Function = void (*)(const GroupedTile&);
-  static constexpr int MAX_ROWS = MOST_TILE_ROWS;
+  static constexpr int MAX_ROWS = REMORA_VECTOR_BYTES == 64 ? 8 : MOST_TILE_ROWS;
   template <int ROWS, int BLOCKS>
   static constexpr Function run = sum_grouped<Product, MINIMUM, ROWS, BLOCKS>;
 };
@@ -22,6 +22,7 @@ template <class Product, bool MINIMUM>
 void multiply(const PackedLinear& weights, const Activations& activations, int64_t num_rows, const LinearOutput& output,
               Range panels) {
   const int64_t groups = num_groups(weights.num_in), panel_bytes = weights.panel_bytes();
+  const int64_t pairs = group_pairs(weights.num_in);
   constexpr int64_t MAX_ROWS = GroupedProducts<Product, MINIMUM>::MAX_ROWS;
   const int64_t block_rows = resident_rows(activations.stride, MAX_ROWS);
   alignas(64) float tile[MAX_ROWS * PANEL_COLUMNS];
@@ -45,16 +46,15 @@ void multiply(const PackedLinear& weights, const Activations& activations, int64
           chosen.run({activations.data + first * activations.stride, activations.stride,
                       activations.scale + first * num_scales(weights.num_in), num_scales(weights.num_in), block,
                       panel_bytes / 2, weights.scale + column,
-                      MINIMUM ? weights.minimum + column : nullptr, groups, tile + b * BLOCK_COLUMNS,
-                      prefetch});
+                      MINIMUM ? weights.minimum + (panel * pairs * PANEL_COLUMNS + b * BLOCK_COLUMNS) * 2 : nullptr,
+                      MINIMUM ? weights.minimum_step + panel * PANEL_COLUMNS + b * BLOCK_COLUMNS : nullptr, groups,
+                      tile + b * BLOCK_COLUMNS, prefetch});
         }
         for (int64_t row = first; row < last; ++row) {
           float* sums = tile + (row - first) * PANEL_COLUMNS;
 #if REMORA_VNNI
-          const Remainders more = remainders_of(activations.scale + row * num_scales(weights.num_in), groups);
-          if (*more.count > 0)
-            add_remainders<Product>(more.terms, *more.count, data, panel_bytes / 2,
-                                    weights.scale + panel * groups * PANEL_COLUMNS, sums);
+          finish_sums<Product>(parts_of(activations.scale + row * num_scales(weights.num_in), groups), data,
+                               panel_bytes / 2, weights.scale + panel * groups * PANEL_COLUMNS, sums);
 #endif
           finish_row(weights, output, row, panel, sums);
         }
@@ -84,11 +84,16 @@ void widen_panel(const PackedLinear& weights, int64_t panel, uint8_t* out) {
     const int64_t column = panel * groups * PANEL_COLUMNS + b * BLOCK_COLUMNS;
     for (int64_t group = 0; group < groups; ++group) {
       const vfloat scale = load_fp16(weights.scale + column + group * PANEL_COLUMNS);
-      const vfloat minimum =
-          weights.minimum == nullptr ? vfloat{} : load_fp16(weights.minimum + column + group * PANEL_COLUMNS);
+      vfloat minimum = {};
+      if (weights.minimum != nullptr) {
+        const int64_t pair = panel * group_pairs(weights.num_in) + group / 2, first = b * BLOCK_COLUMNS;
+        const vint codes = load_as<vint>(weights.minimum + (pair * PANEL_COLUMNS + first) * 2);
+        minimum = __builtin_convertvector(group % 2 == 0 ? (codes << 16) >> 16 : codes >> 16, vfloat) *
+                  load(weights.minimum_step + panel * PANEL_COLUMNS + first);
+      }
       for (int64_t pair = 0; pair < INPUT_GROUP / 2; ++pair, out += LINE_BYTES) {
         const int part = static_cast<int>(pair % pairs_per_line);
-        const vint raw = load_as<vint>(line);
+        const vint raw = (vint)(load_as<vuint>(line) ^ (is_int8 ? 0x80808080u : 0u));
         // Code 2p stands at this bit, code 2p + 1 in the next byte.
         const int bit = 16 * (part % 2) + 4 * (part / 2);
         const vint even = is_int8 ? (raw << (24 - bit)) >> 24 : (raw >> bit) & 15;

@@ -138,27 +138,39 @@ REMORA_INLINE void pin(V& acc) {
 #endif
 }
 
+// Adds one line to the accumulators of MR rows from `FIRST` on. `offset`: bytes behind where the rows' pointers stand.
+template <class Product, int MR, int NB, int FIRST = 0, class Accumulators, class Rows>
+REMORA_INLINE void add_line(Accumulators& acc, const Rows& rows, int64_t offset, const uint8_t* block,
+                            int64_t block_bytes) {
+  constexpr int NV = NB * BLOCK_VECTORS;
+  repeat<Product::PARTS>([&](auto part) REMORA_LAMBDA {
+    typename Product::Operand b[NV];
+    repeat<NV>([&](auto v) REMORA_LAMBDA {
+      const uint8_t* column = block + v / BLOCK_VECTORS * block_bytes;
+      b[v] = Product::weights(column + v % BLOCK_VECTORS * REMORA_VECTOR_BYTES, part);
+    });
+    repeat<MR>([&](auto r) REMORA_LAMBDA {
+      const typename Product::Operand a = Product::activation(rows.row(FIRST + r) + offset + 4 * part);
+      repeat<NV>([&](auto v) REMORA_LAMBDA { acc[r][v] = Product::multiply_add(a, b[v], acc[r][v]); });
+    });
+    if constexpr (Product::PARTS > 1) repeat<MR * NV>([&](auto i) REMORA_LAMBDA { pin(acc[i / NV][i % NV]); });
+  });
+}
+
+template <int NB>
+REMORA_INLINE void fetch_line(Prefetch& prefetch) {
+  __builtin_prefetch(prefetch.next, 0, 2);
+  if (NB == 2) __builtin_prefetch(prefetch.next + prefetch.second, 0, 2);
+  prefetch.next += prefetch.bytes_per_line;
+}
+
 // Adds `lines` lines to the accumulators.
 template <class Product, int MR, int NB, class Accumulators>
 REMORA_INLINE void add_lines(Accumulators& acc, RowPointers<MR>& rows, const uint8_t*& block, int64_t block_bytes,
                              int64_t lines, Prefetch& prefetch) {
-  constexpr int NV = NB * BLOCK_VECTORS;
   for (int64_t line = lines; line > 0; --line) {
-    __builtin_prefetch(prefetch.next, 0, 2);
-    if (NB == 2) __builtin_prefetch(prefetch.next + prefetch.second, 0, 2);
-    prefetch.next += prefetch.bytes_per_line;
-    repeat<Product::PARTS>([&](auto part) REMORA_LAMBDA {
-      typename Product::Operand b[NV];
-      repeat<NV>([&](auto v) REMORA_LAMBDA {
-        const uint8_t* column = block + v / BLOCK_VECTORS * block_bytes;
-        b[v] = Product::weights(column + v % BLOCK_VECTORS * REMORA_VECTOR_BYTES, part);
-      });
-      repeat<MR>([&](auto r) REMORA_LAMBDA {
-        const typename Product::Operand a = Product::activation(rows.row(r) + 4 * part);
-        repeat<NV>([&](auto v) REMORA_LAMBDA { acc[r][v] = Product::multiply_add(a, b[v], acc[r][v]); });
-      });
-      if constexpr (Product::PARTS > 1) repeat<MR * NV>([&](auto i) REMORA_LAMBDA { pin(acc[i / NV][i % NV]); });
-    });
+    fetch_line<NB>(prefetch);
+    add_line<Product, MR, NB>(acc, rows, 0, block, block_bytes);
     rows.advance(4 * Product::PARTS);
     block += LINE_BYTES;
   }

@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -71,7 +73,10 @@ uint8_t* WeightStore::take(int64_t bytes) {
 
 int64_t packed_bytes(Dtype dtype, int64_t num_out, int64_t num_in, ColumnOrder order, bool bias) {
   const int64_t columns = padded_columns(num_out, order);
-  const int64_t group_bytes = is_quantised(dtype) ? 2 * round_up(columns * num_groups(num_in) * 2, 64) : 0;
+  const int64_t group_bytes = is_quantised(dtype) ? round_up(columns * num_groups(num_in) * 2, 64) +
+                                                         round_up(columns * group_pairs(num_in) * 4, 64) +
+                                                         round_up(columns * 4, 64)
+                                                   : 0;
   return round_up(columns * round_up(num_in, k_unit(dtype)) * dtype_bits(dtype) / 8, 64) + group_bytes +
          (bias ? round_up(columns * 4, 64) : 0);
 }
@@ -86,9 +91,11 @@ PackedLinear reserve_linear(WeightStore& store, Dtype dtype, int64_t num_out, in
   packed.padded_in = round_up(num_in, k_unit(dtype));
   packed.data = store.take(packed.data_bytes());
   if (is_quantised(dtype)) {
-    const int64_t bytes = packed.padded_out * num_groups(num_in) * 2;
-    packed.scale = reinterpret_cast<uint16_t*>(store.take(bytes));
-    if (minimum) packed.minimum = reinterpret_cast<uint16_t*>(store.take(bytes));
+    packed.scale = reinterpret_cast<uint16_t*>(store.take(packed.padded_out * num_groups(num_in) * 2));
+    if (minimum) {
+      packed.minimum = reinterpret_cast<int16_t*>(store.take(packed.padded_out * group_pairs(num_in) * 4));
+      packed.minimum_step = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
+    }
   }
   if (bias) packed.bias = reinterpret_cast<float*>(store.take(packed.padded_out * 4));
   return packed;
@@ -139,9 +146,39 @@ void pack_linear(const PackedLinear& packed, ColumnOrder order, const Source& we
   }
 }
 
+namespace {
+
+float from_fp16(uint16_t x) {
+  const float magnitude = std::ldexp(static_cast<float>(x & 0x3ff) + (x & 0x7c00 ? 1024.0f : 0.0f),
+                                     std::max(x >> 10 & 31, 1) - 25);
+  return x & 0x8000 ? -magnitude : magnitude;
+}
+
+// The minimums of one column, null: zeros.
+void pack_minimums(const PackedLinear& packed, int64_t column, const uint16_t* minimums) {
+  const int64_t groups = num_groups(packed.num_in), pairs = group_pairs(packed.num_in);
+  float largest = 0;
+  for (int64_t group = 0; group < groups && minimums != nullptr; ++group)
+    largest = std::max(largest, std::abs(from_fp16(minimums[group])));
+  int exponent = 0;
+  std::frexp(largest, &exponent);
+  // 15 bits and a sign, of which an fp16 value fills 11: the largest code is 32752.
+  const float step = std::ldexp(1.0f, exponent - 15);
+  packed.minimum_step[column] = step;
+  int16_t* out = packed.minimum + (column / PANEL_COLUMNS * pairs * PANEL_COLUMNS + column % PANEL_COLUMNS) * 2;
+  for (int64_t group = 0; group < 2 * pairs; ++group) {
+    const bool is_there = group < groups && minimums != nullptr;
+    const float code = is_there ? std::nearbyint(from_fp16(minimums[group]) / step) : 0.0f;
+    out[group / 2 * PANEL_COLUMNS * 2 + group % 2] = static_cast<int16_t>(code);
+  }
+}
+
+}  // namespace
+
 void pack_grouped(const PackedLinear& packed, ColumnOrder order, const GroupedSource& weights, const Team& team) {
   const int64_t bits = dtype_bits(packed.dtype), per_cell = 32 / bits, groups = num_groups(packed.num_in);
   const int64_t block_bytes = BLOCK_COLUMNS * packed.padded_in * bits / 8;
+  const uint32_t shift = packed.dtype == Dtype::int8 ? 0x80808080u : 0;
   const Range columns = team.share(packed.padded_out, PANEL_COLUMNS);
   for (int64_t column = columns.begin; column < columns.end; ++column) {
     const int64_t from = source_row(column, packed.num_out, order);
@@ -155,15 +192,15 @@ void pack_grouped(const PackedLinear& packed, ColumnOrder order, const GroupedSo
         const uint32_t code = k < packed.num_in ? static_cast<uint32_t>(codes[k]) & ((1u << bits) - 1) : 0;
         value |= code << (8 * (i % 4) + 4 * (i / 4));
       }
-      cells[cell * BLOCK_COLUMNS] = value;
+      cells[cell * BLOCK_COLUMNS] = value ^ shift;
     }
     const int64_t place = column / PANEL_COLUMNS * PANEL_COLUMNS * groups + column % PANEL_COLUMNS;
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t at = place + group * PANEL_COLUMNS;
       packed.scale[at] = from < 0 ? 0 : weights.scales[from * groups + group];
-      if (packed.minimum != nullptr)
-        packed.minimum[at] = from < 0 || weights.minimums == nullptr ? 0 : weights.minimums[from * groups + group];
     }
+    if (packed.minimum != nullptr)
+      pack_minimums(packed, column, from < 0 ? nullptr : weights.minimums + from * groups);
   }
 }
 

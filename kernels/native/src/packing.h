@@ -3,10 +3,12 @@
 // Output columns come in panels of 32, two blocks of 16. Inside a block, k ascends:
 //   fp32  [block][k][16]            bf16  [block][k / 2][16][2]            int8  [block][k / 4][16][4]
 //   int4  [block][k / 8][16][4 bytes]
-// The bf16 order is that of AMX tiles (16 rows of 64 bytes) and of VDPBF16PS, the int8 order that of VPDPBUSD. Of eight
+// The bf16 order is that of AMX tiles (16 rows of 64 bytes) and of VDPBF16PS, the int8 order that of VPDPBUSD, which takes
+// weights without sign: int8 codes are stored as code + 128. Of eight
 // int4 of a column the first four are the lower halves of the 4 bytes, the others the upper ones. int8 and int4 have a
 // scale, and maybe a minimum, for every column and INPUT_GROUP inputs: weight = code * scale + minimum, with codes
-// -128..127 or 0..15.
+// -128..127 or 0..15. Minimums are 16-bit codes in a step of their column, a power of two, so that VPDPWSSD multiplies those
+// of two groups at once: exact but for minimums that are sixteen times smaller than the largest of the column.
 // N is padded to whole panels and K to K_UNIT values with zeros.
 #pragma once
 #include "remora.h"
@@ -17,7 +19,7 @@ namespace remora {
 // Packed weights are kept on disk and mapped by other processes. Whoever changes what bytes a model is packed into, here
 // or in kernels/grouped.py, counts this up, so that older ones are packed anew. tests/kernels/test_packed_weights.py
 // fails when it is forgotten.
-constexpr int32_t PACKING_VERSION = 2;
+constexpr int32_t PACKING_VERSION = 3;
 
 constexpr int64_t BLOCK_COLUMNS = 16, PANEL_COLUMNS = 32;
 
@@ -32,14 +34,18 @@ inline int64_t k_unit(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 32; }
 // Inputs that share a scale where weights are int8 or int4: a block of GGUF's Q8_0, Q4_0 and Q4_1.
 constexpr int64_t INPUT_GROUP = 32;
 inline int64_t num_groups(int64_t num_in) { return round_up(num_in, INPUT_GROUP) / INPUT_GROUP; }
+inline int64_t group_pairs(int64_t num_in) { return (num_groups(num_in) + 1) / 2; }
 
 struct PackedLinear {
   Dtype dtype = Dtype::bf16;
   int64_t num_out = 0, num_in = 0;        // as in the model
   int64_t padded_out = 0, padded_in = 0;  // as packed
   uint8_t* data = nullptr;                // 64-byte aligned
-  // fp16, int8 and int4 only: [panel][num_groups(num_in)][32]. No minimum: all are 0.
-  uint16_t *scale = nullptr, *minimum = nullptr;
+  // int8 and int4 only. fp16: [panel][num_groups(num_in)][32].
+  uint16_t* scale = nullptr;
+  // [panel][group_pairs(num_in)][32][2], and [padded_out]. Null: all are 0.
+  int16_t* minimum = nullptr;
+  float* minimum_step = nullptr;
   float* bias = nullptr;                  // [padded_out] or null
 
   int64_t panel_bytes() const { return PANEL_COLUMNS * padded_in * dtype_bits(dtype) / 8; }

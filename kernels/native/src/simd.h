@@ -149,11 +149,15 @@ REMORA_INLINE vfloat exp(vfloat x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r + splat(1.0f));
+#if REMORA_VECTOR_BYTES == 64 && defined(__AVX512F__)
+  const vfloat result = (vfloat)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
+#else
   // 2^n in two factors, so that neither overflows
   const vint whole = __builtin_convertvector(n, vint);
   const vint low = whole >> 1, high = whole - low;
   const vfloat scale_low = (vfloat)((low + 127) << 23), scale_high = (vfloat)((high + 127) << 23);
   const vfloat result = p * scale_low * scale_high;
+#endif
   const vfloat underflowed = x < splat(-87.3f) ? vfloat{} : result;
   return x == x ? underflowed : x;
 }
