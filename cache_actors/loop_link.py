@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 #: Of one message; a peer that announces more is no peer of ours.
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+#: Longest that what was sent may stay without a sign that it came, before the link counts as broken: TCP by itself
+#: tries for a quarter of an hour to reach a node that is gone.
+_MAX_UNSEEN_MS: Final = 15_000
 #: What may wait to be sent before `drain` waits.
 _MAX_UNSENT_BYTES: Final = 1024 * 1024
 #: Bytes of what follows, kind, topic, number of the question.
@@ -79,6 +82,7 @@ class LoopLink(asyncio.Protocol):
         self._questions: dict[int, asyncio.Future[bytes]] = {}
         self._next_no = 0
         self._answering: set[asyncio.Task[None]] = set()
+        self.has_ended = False
         self._may_write = asyncio.Event()
         self._may_write.set()
 
@@ -127,6 +131,7 @@ class LoopLink(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self.has_ended = True
         self._may_write.set()
         for answer in self._questions.values():
             if not answer.done():
@@ -202,8 +207,13 @@ def _error_of(data: bytes) -> RemoraError:
 
 async def connect_link(address: LinkAddress, link: LoopLink) -> None:
     """Raises Unavailable when the server cannot be reached in time, or either side does not know the secret."""
-    connected = (await asyncio.to_thread(connect, address)).detach()
+    connected = _watched((await asyncio.to_thread(connect, address)).detach())
     await asyncio.get_running_loop().create_connection(lambda: link, sock=connected)
+
+
+def _watched(connected: socket.socket) -> socket.socket:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _MAX_UNSEEN_MS)
+    return connected
 
 
 class LoopLinkServer:
@@ -239,15 +249,15 @@ class LoopLinkServer:
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop, link: Link) -> None:
         """Called in a thread."""
-        asyncio.run_coroutine_threadsafe(self._adopt(link.detach()), loop).result()
+        asyncio.run_coroutine_threadsafe(self._adopt(_watched(link.detach())), loop).result()
 
     async def _adopt(self, connected: socket.socket) -> None:
-        self._links = [link for link in self._links if link.is_open]
+        self._links = [link for link in self._links if not link.has_ended]
         if len(self._links) >= MAX_LINKS or self._server is None:
             connected.close()
             return
         link = self._accept()
+        self._links.append(link)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: link, connected)
         if self._server is None:
             link.close()
-        self._links.append(link)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 _CALL: Final = 0
 _OPEN_TIMEOUT_S: Final = 1.0
-#: A pool that cannot be linked to is called through Ray for so long.
-_RETRY_S: Final = 30.0
+#: A pool that could not be linked to, or whose link broke, is called through Ray for so long.
+_RETRY_S: Final = 5.0
 
 
 class PoolCall(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class PoolCallLink:
             try:
                 return await link.ask(_CALL, msgspec.msgpack.encode(PoolCall(self._lease_id, data, event_no)))
             except RemoraError as error:
-                logger.warning("the pool is called through Ray: %s", error)
+                self._give_up(error)
         return await until_answered(partial(self._pool.call.remote, self._lease_id, data, event_no))
 
     def close(self) -> None:
@@ -67,7 +68,6 @@ class PoolCallLink:
     async def _open_link(self) -> LoopLink | None:
         if self._link is not None and self._link.is_open:
             return self._link
-        self._link = None
         if time.monotonic() < self._silent_until_s:
             return None
         try:
@@ -75,16 +75,22 @@ class PoolCallLink:
                 answer = await self._pool.open_calls.remote()
                 address = msgspec.msgpack.decode(answer, type=LinkAddress | None)
                 if address is None:
-                    raise Unavailable("it has no links")
+                    self._silent_until_s = math.inf
+                    return None
                 link = LoopLink()
                 await connect_link(address, link)
         except (Unavailable, TimeoutError, OSError, RayError) as error:
-            self._silent_until_s = time.monotonic() + _RETRY_S
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            logger.warning("the pool is called through Ray for %g s: %s", _RETRY_S, reason)
+            self._give_up(error)
             return None
         self._link = link
         return link
+
+    def _give_up(self, error: Exception) -> None:
+        self.close()
+        self._link = None
+        self._silent_until_s = time.monotonic() + _RETRY_S
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        logger.warning("the pool is called through Ray for %g s: %s", _RETRY_S, reason)
 
 
 class PoolCallServer:

@@ -1,4 +1,4 @@
-"""ServeLink and TargetedRequestRouter on real Serve replicas that only say who they are."""
+"""ServeLink, LinkedReplica and TargetedRequestRouter on real Serve replicas that only say who they are."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from remora.deployments.engine.messages import FeedMessage
+from remora.deployments.linked_replica import LinkedReplica
 from remora.deployments.model_card import ModelCard
 from remora.deployments.serve_link import ServeLink
-from remora.platform.base.errors import Conflict, Unavailable
+from remora.platform.base.errors import Conflict, ReplicaLeaving, Unavailable
 from remora.platform.base.ids import ModelId, PoolId, ReplicaId, RequestId, RouterId
 
 pytestmark = pytest.mark.e2e
@@ -26,10 +27,19 @@ APP = "targeting"
 class Echo:
     """Answers like a ModelReplica, without a model."""
 
-    def __init__(self) -> None:
+    async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
         from ray import serve
 
+        from remora.deployments.engine.messages import LoadReport
+        from remora.deployments.feed import FeedHub
+        from remora.deployments.router_links import RouterLinks
+
         self.id = serve.get_replica_context().replica_id.unique_id
+        self.hub = FeedHub(
+            ReplicaId(self.id), on_abandoned=lambda requests: None, load=LoadReport, card_no=lambda: self.num_linked
+        )
+        self.links = RouterLinks(ReplicaId(self.id), self.hub, self)
+        self.num_linked = 0
 
     async def describe(self, *, target: str) -> bytes:
         card = ModelCard(
@@ -45,8 +55,21 @@ class Echo:
             yield msgspec.msgpack.encode(message)
             await asyncio.sleep(0.01)
 
-    async def cancel(self, data: bytes, *, target: str) -> bytes:
+    async def cancel(self, data: bytes, *, target: str = "") -> bytes:
         raise Conflict("not now", field="id")
+
+    async def keep_alive(self, router_id: str, wanted_traces: str) -> bytes:
+        """Of this replica only over a link: the number of its card counts them."""
+        self.num_linked += 1
+        self.hub.wake_all()
+        return b""
+
+    async def open_links(self, *, target: str) -> bytes:
+        return msgspec.msgpack.encode(self.links.open())
+
+    async def carry_feed(self, router_id: str, *, target: str) -> AsyncIterator[bytes]:
+        async for begun in self.links.carry(RouterId(router_id)):
+            yield begun
 
     async def everyone(self, *, target: str = "") -> str:
         return self.id
@@ -119,9 +142,27 @@ async def test_errors_of_a_replica_arrive_as_what_they_are(handle: Any) -> None:
         await ServeLink(handle, (await _ids(handle))[0]).cancel([RequestId("q")])
 
 
-async def test_the_death_of_a_replica_ends_its_feed_at_once(handle: Any) -> None:
-    ids = await _ids(handle)
-    dying, other = ServeLink(handle, ids[0]), ServeLink(handle, ids[1])
+async def test_calls_over_a_link_reach_their_replica_until_serve_does_not_list_it(handle: Any) -> None:
+    link, stranger = (LinkedReplica(handle, each) for each in ((await _ids(handle))[0], ReplicaId("nobody")))
+    feed = link.feed(RouterId("r"))
+    assert (await anext(feed)).card_no == 0
+    for number in range(1, 4):
+        await link.keep_alive(RouterId("r"))
+        assert (await anext(feed)).card_no == number
+    with pytest.raises(Conflict, match="not now"):
+        await link.cancel([RequestId("q")])
+    stranger._link = link._link
+    with pytest.raises(ReplicaLeaving, match="nobody"):
+        await stranger.keep_alive(RouterId("r"))
+    await feed.aclose()
+
+
+@pytest.mark.parametrize("kind", [ServeLink, LinkedReplica])
+async def test_the_death_of_a_replica_ends_its_feed_at_once(handle: Any, kind: type[ServeLink]) -> None:
+    async with asyncio.timeout(30):
+        while len(ids := await _ids(handle)) < 2:  # one is being replaced
+            await asyncio.sleep(0.1)
+    dying, other = kind(handle, ids[0]), kind(handle, ids[1])
     feeds = [link.feed(RouterId("r")) for link in (dying, other)]
     for feed in feeds:
         await anext(feed)

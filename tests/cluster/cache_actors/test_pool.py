@@ -378,5 +378,7 @@ async def test_a_call_is_fast(make_pool: MakePool) -> None:
     may_emit_s = (time.perf_counter() - start_s) / 10_000
     print(f"pool call p50 {sorted(durations)[100] * 1e3:.2f} ms, may_emit {may_emit_s * 1e6:.2f} µs")
     assert sorted(durations)[100] < 0.05
+    assert client._calls._link is not None, "it went over a link"
+    assert client._calls._link.is_open
     assert may_emit_s < 20e-6
     await client.detach()

@@ -178,6 +178,7 @@ async def test_only_who_knows_the_secret_is_heard_and_only_so_many(
     with socket.create_connection((wrong.host, wrong.port)) as silent:
         silent.sendall(struct.pack("!IBBI", 0, 0, 0, 0))
         link = await joined(world)
+        await link.ask(ECHO, b"")
         assert world.heard == []
     monkeypatch.setattr(loop_link, "MAX_LINKS", 1)
     second = await joined(world)
@@ -185,7 +186,7 @@ async def test_only_who_knows_the_secret_is_heard_and_only_so_many(
         async with asyncio.timeout(5):
             await second.ask(ECHO, b"")
     link.close()
-    await eventually(lambda: world.num_ended == 1)
+    await eventually(lambda: all(peer.has_ended for peer in world.peers))
     third = await joined(world)
     assert await third.ask(ECHO, b"again") == b"again"
 
