@@ -185,6 +185,8 @@ class LoopLink(asyncio.Protocol):
         except Exception as error:
             logger.exception("a question over a link could not be answered")
             kind, answer = _Kind.REFUSED, _refusal(RemoraError(f"{type(error).__name__}: {error}"))
+        if len(answer) > MAX_MESSAGE_BYTES:
+            kind, answer = _Kind.REFUSED, _refusal(RemoraError(f"an answer of {len(answer)} bytes is too large"))
         if self.is_open:
             self._send(kind, topic, number, answer)
 

@@ -15,7 +15,7 @@ from remora.cache_actors.byte_link import LinkAddress, connect
 from remora.cache_actors.loop_link import LoopLink, LoopLinkServer, connect_link
 from remora.platform.base.errors import OverQuota, RemoraError, Unavailable
 
-ECHO, LATE, REFUSE, FAIL, SPEAK = range(5)
+ECHO, LATE, REFUSE, FAIL, SPEAK, GROW = range(6)
 
 
 class World:
@@ -43,6 +43,8 @@ class World:
             raise OverQuota("not now", retry_after_s=7.5, field="namespace")
         elif topic == FAIL:
             raise KeyError("a bug")
+        elif topic == GROW:
+            return 200 * data
         elif topic == SPEAK:
             for number in range(int(data)):
                 self.peers[-1].tell(SPEAK, b"%d" % number)
@@ -162,10 +164,12 @@ async def test_what_is_no_message_of_ours_ends_the_link(world: World, header: by
 async def test_a_message_that_the_other_side_would_refuse_is_not_sent(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_link, "MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(loop_link, "MAX_MESSAGE_BYTES", 150)
     link = await joined(world)
     with pytest.raises(Unavailable, match="too large"):
-        await link.ask(ECHO, bytes(101))
+        await link.ask(ECHO, bytes(151))
+    with pytest.raises(RemoraError, match="too large"):
+        await asyncio.wait_for(link.ask(GROW, b"x"), 5)
     assert await link.ask(ECHO, b"small") == b"small"
 
 
