@@ -7,9 +7,11 @@ Starts a platform with the same model three times: a and b with weight 1, c with
     a alone, its neighbours idle | a and b | a and c | a alone, its neighbours asleep
 
 get so many streaming clients for each busy model, and what `/metrics` counts over `--seconds` of it is taken: output
-tokens, and the device's time that each model had (DEVICE HELD is the sum). CPU time is that of the replicas' processes,
-from /proc; the wait is a model's per second. Load generator, HTTP and Ray run on the same cores. Figures are medians
-over the rounds; a run together is compared with the same round's run alone.
+tokens, the prompt tokens computed beside them, and the device's time that each model had (DEVICE HELD is the sum).
+Answers are of half to one and a half times `--output-tokens`, at random: of equal ones all clients would ask again at
+the same moment, and a model with a small share would have one round of prompts in its measured time, or two. CPU time
+is that of the replicas' processes, from /proc; the wait is a model's per second. Load generator, HTTP and Ray run on
+the same cores. Figures are medians over the rounds; a run together is compared with the same round's run alone.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ _SAMPLE = re.compile(r'^(remora_\w+)\{[^}]*model="(\w+)"[^}]*\} (\S+)$', re.MULT
 
 @dataclass(frozen=True)
 class Run:
-    """Per model and second: output tokens, device time had and waited for, CPU time of its replica."""
+    """Per model and second: output tokens, prompt tokens computed, device time had and waited for, CPU time of its
+    replica."""
 
     tokens: dict[str, float]
+    prompts: dict[str, float]
     turn_s: dict[str, float]
     wait_s: dict[str, float]
     cpu_s: dict[str, float]
@@ -55,6 +59,10 @@ class Run:
     @property
     def total(self) -> float:
         return sum(self.tokens.values())
+
+    @property
+    def prompts_per_token(self) -> float:
+        return sum(self.prompts.values()) / self.total
 
     @property
     def held_s(self) -> float:
@@ -76,16 +84,16 @@ class Bench:
         return asyncio.run(self._run(busy))
 
     async def _run(self, busy: Sequence[str]) -> Run:
-        loads = []
+        loads, mean = [], self._options.output_tokens
         for model in busy:
             self._seed += 1
             plan = LoadPlan(
                 url=str(self._http.base_url).rstrip("/"),
                 model=model,
                 num_clients=self._options.clients,
-                num_requests=100_000 // self._options.output_tokens,
+                num_requests=100_000 // mean,
                 prompt_tokens=Lengths(low=self._options.prompt_tokens),
-                output_tokens=Lengths(low=self._options.output_tokens),
+                output_tokens=Lengths(low=-(-mean // 2), high=mean + mean // 2),
                 seed=self._seed,
             )
             loads.append(asyncio.create_task(run_load(plan)))
@@ -115,7 +123,7 @@ class Bench:
             each["model"]: _cpu_s(each["card"]["pid"]) for each in replicas if each["card"] is not None
         }
         nothing = dict.fromkeys(WEIGHTS, 0.0)
-        names = ("output_tokens_total", "turn_seconds_total", "turn_wait_seconds_sum")
+        names = ("output_tokens_total", "prompt_tokens_total", "turn_seconds_total", "turn_wait_seconds_sum")
         return *(found.get(f"remora_engine_{name}", nothing) for name in names), cpu_s
 
     def set_asleep(self, models: Sequence[str], *, asleep: bool) -> None:
@@ -151,7 +159,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="that a run is measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=128, help="on average")
     parser.add_argument("--model", default=SMOLLM2)
     options = parser.parse_args()
     runs: dict[str, list[Run]] = {"a alone": [], "a and b": [], "a and c": [], "a, others asleep": []}
@@ -172,7 +180,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     print(
         f"{platform.processor() or platform.machine()}, {cores} cores, {options.clients} clients a model, "
-        f"{options.prompt_tokens} tokens in, {options.output_tokens} out, "
+        f"{options.prompt_tokens} tokens in, {options.output_tokens} out on average, "
         f"{options.rounds} rounds of {options.seconds:g} s"
     )
     rows = []
@@ -181,6 +189,7 @@ def main() -> None:
         row = [name, f"{statistics.median(run.total for run in own):.0f}", f"{statistics.median(ratios):.3f}"]
         held_s = statistics.median(run.held_s for run in own)
         row += [f"{held_s:.3f}", f"{statistics.median(run.total / run.held_s for run in own):.0f}"]
+        row.append(f"{statistics.median(run.prompts_per_token for run in own):.2f}")
         for model in WEIGHTS:
             share = statistics.median(run.share(model) for run in own)
             waited = statistics.median(run.wait_s[model] for run in own)
@@ -188,7 +197,7 @@ def main() -> None:
             row.append(f"{share:.3f} / {waited:.2f} / {100 * cpu:.2f} %")
         rows.append(row)
     columns = [f"{model.upper()} (WEIGHT {weight:g}): SHARE / WAIT / CPU" for model, weight in WEIGHTS.items()]
-    print_table(["BUSY", "TOK/S", "OF ALONE", "DEVICE HELD", "TOK/S OF THAT", *columns], rows)
+    print_table(["BUSY", "TOK/S", "OF ALONE", "DEVICE HELD", "TOK/S OF THAT", "PROMPT TOKENS A TOKEN", *columns], rows)
     print("wanted: a and b 0.500 each, a and c 0.250 and 0.750, within 5 %; the sum of two at least 0.95 of one alone;")
     print("an idle neighbour under 1 % of a core's time")
 
