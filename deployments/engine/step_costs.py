@@ -13,8 +13,8 @@ from __future__ import annotations
 _KEPT = 0.98
 #: Usual costs in tokens of prompts: of a step itself, and of a sequence that decodes.
 _USUAL_FIXED_TOKENS, _USUAL_DECODE_TOKENS = 8.0, 1.5
-#: So many sequences that decode are believed to cost what is usual, as firmly as one step is believed.
-_USUAL_SEQUENCES = 8.0
+#: So many sequences that decode are believed to cost what is usual, and how firmly: a step that was made counts 1.
+_USUAL_SEQUENCES, _USUAL_WEIGHT = 8.0, 0.25
 #: The answer where tokens of prompts seem to cost nothing.
 _MOST_TOKENS = 1e6
 
@@ -49,7 +49,7 @@ class StepCosts:
     def _solve(self) -> tuple[float, float, float]:
         """Seconds of a step itself, of a sequence that decodes, and of a token of a prompt."""
         a, b, c, e, f, i = self._products
-        usual = 1.0 / self._time_s**2
+        usual = _USUAL_WEIGHT / self._time_s**2
         fixed, decode, many = _USUAL_FIXED_TOKENS, _USUAL_DECODE_TOKENS, _USUAL_SEQUENCES**2
         a += usual
         c -= usual * fixed
