@@ -10,9 +10,10 @@ namespace remora::REMORA_LEVEL {
 namespace {
 
 // How a chunk is computed.
-enum class Path { portable, pairs, tiles };
+enum class Path { portable, pairs, bytes, tiles };
 
 Path path_of(const Arena& arena) {
+  if (has_bytes() && is_quantised(arena.k_dtype) && is_quantised(arena.v_dtype)) return Path::bytes;
   if (arena.k_dtype != Dtype::bf16 || arena.v_dtype != Dtype::bf16) return Path::portable;
   return has_tiles() ? Path::tiles : has_pairs() ? Path::pairs : Path::portable;
 }
@@ -21,6 +22,7 @@ size_t chunk_scratch_bytes(const Arena& arena) {
   switch (path_of(arena)) {
     case Path::tiles: return amx_chunk_scratch_bytes();
     case Path::pairs: return pairs_scratch_bytes(arena);
+    case Path::bytes: return bytes_scratch_bytes(arena);
     case Path::portable: return portable_chunk_scratch_bytes(arena);
   }
   return 0;
@@ -134,6 +136,7 @@ class Worker : Rows {
     }
     if (path_ == Path::tiles) amx_prepare_tile(tile, chunk_scratch_);
     if (path_ == Path::pairs) pairs_prepare_tile(tile, chunk_scratch_);
+    if (path_ == Path::bytes) bytes_prepare_tile(tile, chunk_scratch_);
     const AttentionItem& later = next == nullptr ? item : *next;
     const HeadBlocks later_blocks(step_, arena_, later.sequence, call_.layer, later.kv_head);
     const Ahead after = next == nullptr ? Ahead{} : ahead_of(later, later.first_chunk, later_blocks);
@@ -158,6 +161,7 @@ class Worker : Rows {
     switch (path_) {
       case Path::tiles: return amx_chunk(tile, chunk, part, chunk_scratch_);
       case Path::pairs: return pairs_chunk(tile, chunk, ahead, part, chunk_scratch_);
+      case Path::bytes: return bytes_chunk(tile, chunk, ahead, part, chunk_scratch_);
       case Path::portable: return portable_chunk(tile, chunk, part, chunk_scratch_);
     }
   }
@@ -203,7 +207,8 @@ class Merger : Rows {
 int32_t attention_tile_rows(const Arena& arena) {
   switch (path_of(arena)) {
     case Path::tiles: return 16;
-    case Path::pairs: return MAX_TILE_ROWS;
+    case Path::pairs:
+    case Path::bytes: return MAX_TILE_ROWS;
     case Path::portable: return 24;
   }
   return 0;

@@ -4,11 +4,8 @@
 //   scores[row][token] = Q · Kᵀ     rows of Q are the activations, 32 tokens a panel, pairs of dims
 //   out[row][dim]      = P · V      rows of weights are the activations, 32 dims a panel, pairs of tokens
 //
-// Q and the weights are rounded to bf16. K and V of integers take the portable way: making bf16 of them costs a step of
-// single rows more than these products save it, and all rows of a precision must go one way (attention.h).
-#include "attention_kernels.h"
-#include "attention_tile.h"
-#include "micro_kernels.h"
+// Q and the weights are rounded to bf16.
+#include "attention_chunk.h"
 
 namespace remora::REMORA_LEVEL {
 
@@ -16,7 +13,6 @@ namespace remora::REMORA_LEVEL {
 namespace {
 
 constexpr int PASS_ROWS = 12;  // 24 sums, what they multiply, and nothing else in registers
-constexpr int PANEL_TOKENS = PANEL_COLUMNS, GROUP_TOKENS = BLOCK_COLUMNS;
 // Lines of pairs: 16 columns of 4 bytes. One more than a chunk has, so that blocks do not share cache sets.
 constexpr int64_t VALUE_LINES = ATTENTION_CHUNK / 2 + 1;
 constexpr int64_t WEIGHT_ROW_BYTES = ATTENTION_CHUNK * 2 + LINE_BYTES;
@@ -58,39 +54,6 @@ Multiply kernel_for(int rows) {
   if (rows <= 8) return sum_products<ProductBf16Pairs, 8, 2>;
   return sum_products<ProductBf16Pairs, PASS_ROWS, 2>;
 }
-
-// What both sides of a chunk have: where its tokens lie.
-struct ChunkSide {
-  ChunkSide(const Tile& tile, const HeadBlocks& head_blocks, const HeadSide& head_side, int32_t chunk)
-      : blocks(head_blocks),
-        side(head_side),
-        block_tokens(tile.block_tokens),
-        first_column(static_cast<int64_t>(chunk) * ATTENTION_CHUNK / tile.block_tokens) {}
-
-  const uint8_t* bytes_of(int token) const {
-    const int64_t column = first_column + token / block_tokens;
-    return side.rows + blocks.table[column] * blocks.block_bytes + token % block_tokens * side.row_bytes;
-  }
-  const uint16_t* rows_of(int token) const { return reinterpret_cast<const uint16_t*>(bytes_of(token)); }
-
-  // What is in the cache anyway: kernels always fetch.
-  Prefetch nothing() const { return {reinterpret_cast<const uint8_t*>(blocks.table), 0, 0}; }
-
-  // The rows of a panel, as far as they lie side by side, for a kernel of `lines` lines to fetch on its way: bursts of
-  // prefetches would keep the loads beside them waiting.
-  Prefetch prefetch(int token, int num_tokens, int64_t lines) const {
-    if (token >= num_tokens) return nothing();
-    const int64_t bytes = (block_tokens < PANEL_TOKENS ? GROUP_TOKENS : PANEL_TOKENS) * side.row_bytes;
-    const int64_t half = round_up((bytes + 1) / 2, LINE_BYTES);
-    return {bytes_of(token), (half + lines - 1) / lines, half};
-  }
-
- private:
-  const HeadBlocks& blocks;
-  const HeadSide& side;
-  const int block_tokens;
-  const int64_t first_column;
-};
 
 // 16 rows of K to lines of pairs, a lane a token.
 void pack_key_group(const uint16_t* rows, int dim, uint8_t* target) {
@@ -144,19 +107,6 @@ void pack_value_panel(const ChunkSide& values, int token, int num_tokens, int di
       pack_value_pair(rows, token + i + 1 < num_tokens ? rows + dim : ZEROS, dim,
                       scratch.values + (token + i) / 2 * LINE_BYTES);
   }
-}
-
-// 2^x for x <= 0, relative error below 3e-6: the weights have 8 bits. NaN stays NaN.
-REMORA_INLINE vfloat exp2_of_score(vfloat x) {
-  const vfloat clamped = max(splat(-126.0f), x);
-  const vfloat shifted = clamped + splat(12582912.0f);  // 1.5 * 2^23 rounds to an integer
-  const vfloat r = clamped - (shifted - splat(12582912.0f));
-  vfloat p = splat(9.570101066e-3f);
-  p = fma(p, r, splat(5.591786025e-2f));
-  p = fma(p, r, splat(2.402474485e-1f));
-  p = fma(p, r, splat(6.931218147e-1f));
-  p = fma(p, r, splat(9.999992614e-1f));
-  return p * (vfloat)(((vint)shifted << 23) + 0x3f800000);
 }
 
 // 32 weights as bf16, in their order.

@@ -56,6 +56,13 @@ size_t pairs_scratch_bytes(const Arena& arena);
 void pairs_prepare_tile(const Tile& tile, uint8_t* scratch);  // once per tile, before its chunks
 void pairs_chunk(const Tile& tile, int32_t chunk, const Ahead& ahead, Part part, uint8_t* scratch);
 
+// The same with products of bytes, K and V of integers; rounds q to 16 bits and the weights to 15. `has_bytes` says if
+// this level was built with them.
+bool has_bytes();
+size_t bytes_scratch_bytes(const Arena& arena);
+void bytes_prepare_tile(const Tile& tile, uint8_t* scratch);  // once per tile, before its chunks
+void bytes_chunk(const Tile& tile, int32_t chunk, const Ahead& ahead, Part part, uint8_t* scratch);
+
 // The same with AMX tiles. `has_tiles` says if this level was built with them.
 bool has_tiles();
 void load_tile_config();

@@ -17,11 +17,12 @@ REMORA_INLINE void hadamard(float* row, int head_dim) {
   const vfloat norm = splat(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(size))));
   for (int half = 1; half < size; half *= 2) {
     if (half < LANES) {
-      for (int start = 0; start < head_dim; start += 2 * half)
-        for (int i = start; i < start + half; ++i) {
-          const float low = row[i], high = row[i + half];
-          row[i] = low + high, row[i + half] = low - high;
-        }
+      vint other, lane;
+      for (int i = 0; i < LANES; ++i) other[i] = i ^ half, lane[i] = i;
+      for (int i = 0; i < head_dim; i += LANES) {
+        const vfloat own = load(row + i), its = __builtin_shuffle(own, other);
+        store(row + i, (lane & half) != 0 ? its - own : own + its);
+      }
       continue;
     }
     for (int start = 0; start < head_dim; start += 2 * half)
@@ -119,24 +120,29 @@ REMORA_INLINE vint widen_fifth_bits(const uint8_t* fifth_bits, int first) {
   return ((splat_int(static_cast<int32_t>(word >> first % 8)) & mask) != 0) & 16;
 }
 
+// The lower four bits of `count` codes of a group, less OFFSET.
+template <uint8_t OFFSET>
+REMORA_INLINE void unpack_nibbles(const uint8_t* row, int count, int8_t* codes) {
+  typedef uint8_t vnibbles __attribute__((vector_size(KV_INT4_GROUP / 2), may_alias));
+  if (count == KV_INT4_GROUP) {
+    const vnibbles packed = load_as<vnibbles>(row);
+    store_as(codes, (packed & 15) - OFFSET), store_as(codes + KV_INT4_GROUP / 2, (packed >> 4) - OFFSET);
+    return;
+  }
+  for (int i = 0; i < count / 2; ++i) {
+    codes[i] = static_cast<int8_t>((row[i] & 15) - OFFSET);
+    codes[i + count / 2] = static_cast<int8_t>((row[i] >> 4) - OFFSET);
+  }
+}
+
 // The rotated row that an int4 row, or an int5 row if FIVE, stands for.
 template <bool FIVE>
 REMORA_INLINE void widen_rotated(const uint8_t* row, const uint16_t* scales, int head_dim, float* out) {
-  typedef uint8_t vnibbles __attribute__((vector_size(KV_INT4_GROUP / 2), may_alias));
-  constexpr uint8_t OFFSET = FIVE ? 16 : 8;
   const uint8_t* fifth_bits = row + head_dim / 2;
   for (int start = 0; start < head_dim; start += KV_INT4_GROUP, row += KV_INT4_GROUP / 2, ++scales) {
     const int count = head_dim - start < KV_INT4_GROUP ? head_dim - start : KV_INT4_GROUP;
     int8_t codes[KV_INT4_GROUP];
-    if (count == KV_INT4_GROUP) {
-      const vnibbles packed = load_as<vnibbles>(row);
-      store_as(codes, (packed & 15) - OFFSET), store_as(codes + KV_INT4_GROUP / 2, (packed >> 4) - OFFSET);
-    } else {
-      for (int i = 0; i < count / 2; ++i) {
-        codes[i] = static_cast<int8_t>((row[i] & 15) - OFFSET);
-        codes[i + count / 2] = static_cast<int8_t>((row[i] >> 4) - OFFSET);
-      }
-    }
+    unpack_nibbles<FIVE ? 16 : 8>(row, count, codes);
     const vfloat scale = splat(from_bf16(*scales));
     for (int i = 0; i < count; i += LANES) {
       vint code = widen_bytes(codes + i);
