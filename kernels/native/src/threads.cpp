@@ -20,7 +20,8 @@
 namespace remora {
 namespace {
 
-// Ranks that all have a core arrive within the first; the second is about 0.2 ms where nobody else wants the core.
+// The first is some microseconds, in which ranks arrive that all have a core and equal work; a rank that shares its core
+// with one it waits for should not spin for longer. The second is about 0.2 ms where nobody else wants the core.
 constexpr int SPINS_BEFORE_YIELD = 500;
 constexpr int YIELDS_BEFORE_SLEEP = 400;
 
