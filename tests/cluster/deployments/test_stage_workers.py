@@ -167,11 +167,12 @@ def test_a_worker_that_is_killed_is_noticed_and_the_next_one_finds_its_kv(
     # Nothing is computed again: what the first worker stored is in the arena.
     assert decoder.forward(step(34, 35), own).tobytes() == expected[2].tobytes()
 
+    ended = worker.ended.remote()
     arena.header.set_generation(3, 8)
     with pytest.raises(StageLost):
         decoder.forward(step(34, 35), own)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(worker.stats.remote(), timeout=30)
+        ray.get(ended, timeout=30)
     decoder.close()
 
 
