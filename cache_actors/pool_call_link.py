@@ -70,6 +70,7 @@ class PoolCallLink:
             return self._link
         if time.monotonic() < self._silent_until_s:
             return None
+        link = LoopLink()
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 answer = await self._pool.open_calls.remote()
@@ -77,11 +78,14 @@ class PoolCallLink:
                 if address is None:
                     self._silent_until_s = math.inf
                     return None
-                link = LoopLink()
                 await connect_link(address, link)
         except (Unavailable, TimeoutError, OSError, RayError) as error:
+            link.close()
             self._give_up(error)
             return None
+        except BaseException:
+            link.close()
+            raise
         self._link = link
         return link
 

@@ -93,6 +93,9 @@ class LinkedReplica(ServeLink):
             reason = str(error).partition("\n")[0] or type(error).__name__
             logger.warning("tokens of replica %s come through Serve: %s", self._replica_id, reason)
             return None
+        except BaseException:
+            link.close()
+            raise
         return link
 
     async def _hold(self, router_id: RouterId, heard: asyncio.Queue[bytes | BaseException]) -> None:

@@ -12,10 +12,12 @@ from fake_replica import FakeReplica
 from served_replica import ServedReplica
 
 from remora.cache_actors import loop_link
+from remora.cache_actors.loop_link import LoopLink
 from remora.deployments import linked_replica
 from remora.deployments.engine.messages import SamplingParams
 from remora.deployments.generation_job import GenerationJob
 from remora.deployments.linked_replica import LinkedReplica
+from remora.deployments.replica_connection import ReplicaConnection
 from remora.platform.base.errors import ReplicaLeaving, Unavailable
 from remora.platform.base.ids import ModelId, NamespaceId, ReplicaId, RequestId, RouterId
 
@@ -104,9 +106,15 @@ async def test_where_there_is_no_link_everything_goes_through_serve(
 
 
 async def test_a_link_that_breaks_ends_its_feed_and_the_request_goes_on_through_serve(
-    cluster: Any, served: dict[ReplicaId, ServedReplica], make_replica: Any, expected_token: Any
+    cluster: Any,
+    served: dict[ReplicaId, ServedReplica],
+    make_replica: Any,
+    expected_token: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replica = make_replica("a")
+    """At once, and not when either side next says that it is there."""
+    monkeypatch.setitem(ReplicaConnection.__init__.__kwdefaults__, "keep_alive_s", 60.0)
+    replica = make_replica("a", heartbeat_s=60)
     await cluster.add(replica)
     stream = await cluster.core.open(job("r1", 6))
     await cluster.settle(lambda: replica.running)
@@ -151,22 +159,46 @@ async def test_what_comes_over_a_link_of_an_earlier_feed_is_not_taken(
     cluster: Any, served: dict[ReplicaId, ServedReplica], make_replica: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_link, "node_ip", lambda: "127.0.0.1")
-    replica = make_replica("a")
+    replica = make_replica("a", heartbeat_s=60)
     found = served[replica.replica_id] = ServedReplica(replica)
     old, new = LinkedReplica(found, replica.replica_id), LinkedReplica(found, replica.replica_id)
     feeds = [link.feed(RouterId("router")) for link in (old, new)]
     assert (await anext(feeds[0])).message_no == 0
     early = old._link
     assert early is not None
+    keep_alive = (linked_replica.LINKED_CALLS.index("keep_alive"), b"\x91\xa6router")
+    await early.ask(*keep_alive)
+    await new._join(RouterId("router"), asyncio.Queue())
+    with pytest.raises(Unavailable, match="not in use"):
+        await early.ask(*keep_alive)
     assert (await anext(feeds[1])).message_no == 0
-    with pytest.raises(Unavailable):
-        await early.ask(linked_replica.LINKED_CALLS.index("keep_alive"), b"\x91\xa6router")
     with pytest.raises(Unavailable):
         await anext(feeds[0])
     await new.keep_alive(RouterId("router"))
+    replica.hub.wake_all()
     assert (await anext(feeds[1])).message_no == 1, "the end of the old link is not the end of the new feed"
     for feed in feeds:
         await feed.aclose()
+
+
+async def test_the_end_of_a_feed_closes_its_link_whatever_the_router_does(
+    cluster: Any, served: dict[ReplicaId, ServedReplica], make_replica: Any
+) -> None:
+    replica = make_replica("a")
+    links = ServedReplica(replica).links
+    address, silent = links.open(), LoopLink()
+    assert address is not None
+    await loop_link.connect_link(address, silent)
+    await silent.ask(linked_replica.JOIN, b"router")
+
+    async def carry() -> int:
+        return len([begun async for begun in links.carry(RouterId("router"))])
+
+    carrying = asyncio.create_task(carry())
+    await cluster.settle(lambda: replica.hub.num_open() == 1)
+    replica.hub.close(RouterId("router"))
+    assert await carrying == 1
+    await cluster.settle(lambda: silent.has_ended and not links.peers)
 
 
 async def test_a_replica_that_serve_does_not_list_any_more_is_told_nothing_over_its_link(
