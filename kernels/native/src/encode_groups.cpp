@@ -133,7 +133,8 @@ void encode_groups(const float* x, int64_t num_in, uint8_t* out, float* scales) 
   }
   for (int v = 1; v < GROUP_VECTORS; ++v) magnitudes[0] += magnitudes[v];
   // Of eight bits, so that a sum in another order gives the same.
-  const float limit = float_of(bits_of(OUTLIER_RATIO * (sum(magnitudes[0]) / static_cast<float>(num_in))) & 0xffff0000u);
+  const float mean = sum(magnitudes[0]) / static_cast<float>(num_in);
+  const float limit = float_of(bits_of(OUTLIER_RATIO * mean) & 0xffff0000u);
   const bool is_finite = limit < __builtin_inff(), is_zero = is_finite && limit < SMALLEST_LIMIT;
   *more.row = {is_zero ? 0.0f : is_finite ? limit / MOST_CODE : __builtin_nanf(""), 0, 0};
   if (is_zero || !is_finite) {

@@ -246,7 +246,9 @@ void sum_grouped(const GroupedTile& call) {
     scale += PANEL_COLUMNS;
   }
   if constexpr (IN_REGISTERS)
-    repeat<MR * NV>([&](auto i) REMORA_LAMBDA { store(tile + i / NV * PANEL_COLUMNS + i % NV * LANES, sums[i / NV][i % NV]); });
+    repeat<MR * NV>([&](auto i) REMORA_LAMBDA {
+      store(tile + i / NV * PANEL_COLUMNS + i % NV * LANES, sums[i / NV][i % NV]);
+    });
 }
 
 #if REMORA_VNNI
