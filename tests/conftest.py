@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from remora.kernels.cuda.host.runtime import EmulatedRuntime
 
 sys.path.append(str(Path(__file__).parent))
+
+# Ignored where a shell has started the tests in the background: what they start would ignore it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Set before any module of Remora is imported: nothing of a test is seen by, or mixed up with, a running platform.
 _SESSION_VARIABLE = "REMORA_TEST_SESSION"

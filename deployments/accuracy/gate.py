@@ -29,7 +29,7 @@ _SMALLEST_BAR = 0.001
 #: What KV of another model may cost: as much as weights of eight bits.
 _ADOPTED_BAR = 0.01
 #: Of products with quantised weights or KV; changes when they come to round otherwise.
-ARITHMETIC: Final = 4
+ARITHMETIC: Final = 5
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     #: Decoder that was measured; results differ in the last bits between processors.
     decoder: str
     #: Verdicts on another ARITHMETIC, or from before it had a number, say nothing of this one: they cannot be read.
-    arithmetic: Literal[4]
+    arithmetic: Literal[5]
     #: The model whose KV it went on behind; "": its own.
     kv_of: str = ""
 

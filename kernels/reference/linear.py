@@ -16,7 +16,7 @@ InputCodes = Literal["int16", "int8"]
 _INT16_MAX = 32767.0
 _INT8_MAX = 127.0
 #: A value is an outlier, and kept as it is, when it is more than this many times as large as the mean of its row.
-_OUTLIER_RATIO = 7.0
+_OUTLIER_RATIO = 5.5
 #: Rows whose values are smaller than such an outlier become zeros.
 _SMALLEST_LIMIT = 2.0**-90
 _SMALLEST_SHARE = 2.0**-19

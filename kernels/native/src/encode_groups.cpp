@@ -49,7 +49,7 @@ namespace {
 
 // A value is an outlier that is more than this many times as large as the mean of its row; docs/precision.md has what
 // other ratios cost. By what a mean is, that is no more than one value of so many.
-constexpr float OUTLIER_RATIO = 7.0f;
+constexpr float OUTLIER_RATIO = 5.5f;
 static_assert(OUTLIER_RATIO >= 1.01f * MOST_OUTLIERS, "room for all outliers, also where the ratio is rounded");
 constexpr float MOST_CODE = 127.0f;
 // Rows whose values are all smaller become zeros: the reciprocal of their step would overflow.

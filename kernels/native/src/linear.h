@@ -39,7 +39,7 @@ struct Outlier {
   float steps;
 };
 // No more than one value of so many is an outlier: encode_groups.cpp says why.
-constexpr int64_t MOST_OUTLIERS = 6;
+constexpr int64_t MOST_OUTLIERS = 5;
 
 // Floats beside a row of codes.
 inline int64_t num_scales(int64_t num_in) {
