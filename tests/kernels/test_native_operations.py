@@ -57,8 +57,8 @@ def with_outliers(x: Float32) -> Float32:
 def test_outliers_cost_the_other_values_of_their_group_no_accuracy(level: str, precision: WeightPrecision) -> None:
     x, weights = with_outliers(normal(21, 1000)), normal(70, 1000, seed=1)
     y = operations.linear(x, weights, precision=precision, level=level)
-    # The sum of a group, added up in another order, may fall on the other side of the middle of two codes.
-    np.testing.assert_allclose(y, expected_linear(x, weights, None, precision, level), rtol=1e-5, atol=8e-3)
+    # The sum of a group, added up in another order, may become the next code: 0.005 times a minimum of up to 4.
+    np.testing.assert_allclose(y, expected_linear(x, weights, None, precision, level), rtol=1e-5, atol=2.5e-2)
     exact = x @ group_rows(torch.from_numpy(weights), precision).to_fp32().numpy().T
     error = np.sqrt(np.mean((y - exact) ** 2, axis=1))
     # What seven bits cost where nothing stands out; eight bits for an outlier of 40 would cost several times that.
