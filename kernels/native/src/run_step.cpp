@@ -12,6 +12,8 @@ namespace {
 
 // Pieces of a linear layer for each rank: what is left for one rank alone at the end is at most a piece.
 constexpr int64_t PIECES_PER_RANK = 16;
+// Up to so many rows a layer is bound by reading its weights, and what is fetched ahead should be the rank's own.
+constexpr int64_t STREAMED_ROWS = 2;
 
 // One rank's walk through the layers. What a rank writes by rows it reads by the same rows without a barrier; linear
 // layers read all rows and write columns, so a barrier stands before and after each.
@@ -66,7 +68,10 @@ class StepRun {
 
   void divide_linear(const PackedLinear& weights, const Activations& input, int64_t num_rows,
                      const LinearOutput& output) {
-    if (team_.size == 1) return linear(team_, weights, input, num_rows, output);
+    if (team_.size == 1 || num_rows <= STREAMED_ROWS) {
+      linear(team_, weights, input, num_rows, output);
+      return team_.barrier();
+    }
     const int64_t panels = weights.padded_out / PANEL_COLUMNS, most = PIECES_PER_RANK * team_.size;
     const int64_t pieces = panels < most ? panels : most;
     team_.divide(pieces, [&](int64_t piece) {
