@@ -56,10 +56,10 @@ class _State(msgspec.Struct, array_like=True):
 
 
 class _Learnt(NamedTuple):
-    """What a tick found, by class in ascending order: sums of floats depend on it."""
+    """What a tick found."""
 
-    returns: dict[int, list[float]]
-    exposure: dict[int, list[float]]
+    #: Returns and exposure, by class in ascending order: sums of floats depend on it.
+    classes: dict[int, tuple[list[float], list[float]]]
     capacity: int
 
 
@@ -115,21 +115,19 @@ class ReuseModel:
         for each in state.classes.values():
             self._observe(each, now)
         self._learnt = _Learnt(
-            {rank: list(each.returns) for rank, each in sorted(state.classes.items())},
-            {rank: list(each.exposure) for rank, each in sorted(state.classes.items())},
-            capacity,
+            {rank: (list(each.returns), list(each.exposure)) for rank, each in sorted(state.classes.items())}, capacity
         )
 
     def _weigh(self) -> None:
         """Makes worth of what the last tick found, if that is still to be done."""
         if self._learnt is None:
             return
-        returns, exposure, capacity = self._learnt
+        classes, capacity = self._learnt
         self._learnt = None
         prior_blocks = min(_MAX_PRIOR_BLOCKS, _PRIOR_SHARE * capacity)
-        common = _common_rates(list(returns.values()), list(exposure.values()), capacity, prior_blocks)
-        for rank in returns:
-            rates = _smooth(returns[rank], exposure[rank], common, prior_blocks)
+        common = _common_rates(list(classes.values()), capacity, prior_blocks)
+        for rank, (returns, exposure) in classes.items():
+            rates = _smooth(returns, exposure, common, prior_blocks)
             self._state.classes[rank].worth = _best_ratios(rates, 4 * capacity)
 
     def _double_epochs(self) -> None:
@@ -164,12 +162,10 @@ class ReuseModel:
         self._learnt = None
 
 
-def _common_rates(
-    returns: list[list[float]], exposure: list[list[float]], capacity: int, prior_blocks: float
-) -> list[float]:
+def _common_rates(classes: list[tuple[list[float], list[float]]], capacity: int, prior_blocks: float) -> list[float]:
     """Rate of return of all classes together, by age."""
-    all_returns = [sum(of_bucket) for of_bucket in zip(*returns, strict=True)]
-    all_exposure = [sum(of_bucket) for of_bucket in zip(*exposure, strict=True)]
+    all_returns = [sum(returns[bucket] for returns, _ in classes) for bucket in range(_NUM_BUCKETS)]
+    all_exposure = [sum(exposure[bucket] for _, exposure in classes) for bucket in range(_NUM_BUCKETS)]
     rate = (sum(all_returns) + 1.0) / (sum(all_exposure) + max(1, capacity))
     rates = []
     for bucket in range(_NUM_BUCKETS):
