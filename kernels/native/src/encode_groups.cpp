@@ -73,17 +73,6 @@ REMORA_INLINE uint32_t lanes_above(vfloat v, float limit) {
 #endif
 }
 
-REMORA_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, 4);
-  return bits;
-}
-REMORA_INLINE float float_of(uint32_t bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, 4);
-  return x;
-}
-
 // The smallest 2^high + 2^low not below `share`, which is not negative, with high - low of 0 to 3.
 struct TwoPowers {
   int high, low;

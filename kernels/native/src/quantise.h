@@ -36,9 +36,7 @@ REMORA_INLINE void hadamard(float* row, int head_dim) {
 
 // bf16 that is not below x, which is not negative.
 REMORA_INLINE uint16_t to_bf16_above(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>((bits + 0xffff) >> 16);
+  return static_cast<uint16_t>((bits_of(x) + 0xffff) >> 16);
 }
 
 // `count` values (a multiple of LANES) as integers -largest_code..largest_code; if SIGNED, the value farthest from zero

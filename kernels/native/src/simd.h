@@ -108,16 +108,23 @@ REMORA_INLINE float max(vfloat v) {
   return fold(v, [](vfloat a, vfloat b) { return max(a, b); });
 }
 
-// bf16 is the upper half of fp32; rounding is to nearest even, NaN stays NaN.
-REMORA_INLINE float from_bf16(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float result;
-  __builtin_memcpy(&result, &bits, 4);
-  return result;
-}
-REMORA_INLINE uint16_t to_bf16(float x) {
+REMORA_INLINE uint32_t bits_of(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, 4);
+  return bits;
+}
+REMORA_INLINE float float_of(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+
+// bf16 is the upper half of fp32; rounding is to nearest even, NaN stays NaN.
+REMORA_INLINE float from_bf16(uint16_t x) {
+  return float_of(static_cast<uint32_t>(x) << 16);
+}
+REMORA_INLINE uint16_t to_bf16(float x) {
+  const uint32_t bits = bits_of(x);
   if (x != x) return static_cast<uint16_t>((bits >> 16) | 0x40);
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
